@@ -1,0 +1,140 @@
+"""What the command line prints: data to stdout, everything else to stderr, and every failure in two lines."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress as Bar,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from mreader.errors import MreaderError
+from mreader.progress import Progress
+
+DEBUG = "MREADER_DEBUG"
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Verbosity(IntEnum):
+    """-q, nothing, -v."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+class BarProgress(Progress):
+    """A bar on stderr with bytes, layers and the time that is left."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=None, layer="")
+
+    def begin(self, what: str, total: int) -> None:
+        self._bar.reset(self._task, description=what, total=total, layer="")
+
+    def layer(self, number: int, layers: int) -> None:
+        self._bar.update(self._task, layer=f"layer {number}/{layers}")
+
+    def advance(self, nbytes: int) -> None:
+        self._bar.advance(self._task, nbytes)
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(escape(text))
+
+
+class PlainProgress(Progress):
+    """No bar, for a log file: notes, and what begins where -v asks for it."""
+
+    def __init__(self, verbosity: Verbosity) -> None:
+        self._verbosity = verbosity
+
+    def begin(self, what: str, total: int) -> None:
+        if self._verbosity >= Verbosity.VERBOSE:
+            err.print(f"{escape(what)}: {size(total)}")
+
+    def layer(self, number: int, layers: int) -> None:
+        if self._verbosity >= Verbosity.VERBOSE:
+            err.print(f"layer {number}/{layers}")
+
+    def note(self, text: str) -> None:
+        err.print(escape(text))
+
+
+@contextmanager
+def progress(verbosity: Verbosity) -> Iterator[Progress]:
+    """A bar where stderr is a terminal, plain lines where it is not, silence with -q."""
+    if verbosity == Verbosity.QUIET:
+        yield Progress()
+    elif not err.is_terminal:
+        yield PlainProgress(verbosity)
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TextColumn("{task.fields[layer]}"),
+            TimeRemainingColumn(),
+        )
+        with Bar(*columns, console=err, transient=True) as bar:
+            yield BarProgress(bar)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def key_values(rows: dict[str, str]) -> Table:
+    """A table of names and values, without lines."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[dim]{escape(name)}[/dim]", escape(value))
+    return table
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units, as disks and the Hub count them."""
+    value = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.2f} {unit}"
+        value /= 1000
+    return f"{value:,.2f} TB"
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Say what failed and what to do, and exit with the status that the error stands for."""
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exception(error)
+    if isinstance(error, MreaderError):
+        err.print(f"[bold red]error:[/bold red] {escape(_one_line(error.cause))}")
+        if error.remedy:
+            err.print(f"[bold]help:[/bold] {escape(_one_line(error.remedy))}")
+        sys.exit(error.exit_code)
+    err.print(f"[bold red]error:[/bold red] {type(error).__name__}: {escape(_one_line(str(error)))}")
+    err.print(f"[bold]help:[/bold] run again with {DEBUG}=1 for the traceback, and report it if it is a bug")
+    sys.exit(1)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,112 @@
+"""mreader convert."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mreader.cli.console import err, key_values, percent, print_json, progress, size
+from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
+from mreader.convert import convert, plan_conversion
+from mreader.errors import UsageError
+from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
+from mreader.output import free_bytes, refuse_foreign, require_space
+from mreader.plan import MAX_SHARD_BYTES, Plan
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+
+
+def convert_command(
+    source: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a Hub id like Qwen/Qwen3-30B-A3B.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; a conversion that was interrupted is resumed.")],
+    codes: Annotated[str, typer.Option(help="Sketch code: ternary or quaternary.")] = DEFAULT_OPTIONS.codes,
+    rank: Annotated[int, typer.Option(help="Rank of the recovery map.")] = DEFAULT_OPTIONS.rank,
+    seed: Annotated[int, typer.Option(help="Seed of the rotation signs.")] = DEFAULT_OPTIONS.seed,
+    channels: Annotated[float, typer.Option(help="Default budget: fraction of channels.")] = DEFAULT_OPTIONS.channels,
+    coordinates: Annotated[int, typer.Option(help="Default coordinates of a block.")] = DEFAULT_OPTIONS.coordinates,
+    score: Annotated[str, typer.Option(help="Default score: norm, rho or variance.")] = DEFAULT_OPTIONS.score,
+    revision: Revision = None,
+    token: Token = None,
+    device: Device = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Fill shards up to this size.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again over another conversion in OUT.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the augmented checkpoint of SOURCE into OUT. Run again, it resumes."""
+    options = FormatOptions(codes, rank, seed, channels, coordinates, score)
+    limit = _parse_size(max_shard_size)
+    if dry_run:
+        plan = plan_conversion(source, options, revision=revision, token=token, max_shard_bytes=limit)
+        _report(plan, out, json, None)
+        refuse_foreign(out)
+        require_space(out, plan, 0)
+        return
+    start = time.perf_counter()
+    with progress(verbosity(quiet, verbose)) as bar:
+        plan = convert(
+            source,
+            out,
+            options,
+            revision=revision,
+            token=token,
+            device=device,
+            max_shard_bytes=limit,
+            overwrite=overwrite,
+            progress=bar,
+        )
+    if json or not quiet:
+        _report(plan, out, json, time.perf_counter() - start)
+
+
+def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
+    """To stdout as JSON, to stderr for a person."""
+    layers = plan.architecture.layers
+    facts = {
+        "out": str(out),
+        "model_type": plan.architecture.model_type,
+        "layers": len(layers),
+        "experts": layers[0].experts,
+        "channels": layers[0].channels,
+        "hidden": layers[0].hidden,
+        "dtype": layers[0].dtype,
+        "tensors": sum(len(shard.tensors) for shard in plan.shards),
+        "shards": {shard.name: shard.nbytes for shard in plan.shards},
+        "source_bytes": plan.source.nbytes,
+        "bytes": plan.nbytes,
+        "added_bytes": plan.added_bytes,
+        "memory_bytes": plan.memory,
+        "free_bytes": free_bytes(out),
+    }
+    if json:
+        print_json({**facts, **({} if seconds is None else {"seconds": seconds})})
+        return
+    rows = {
+        "model": f"{plan.architecture.model_type}, {len(layers)} layers of {layers[0].experts} experts "
+        f"({layers[0].hidden} x {layers[0].channels}, {layers[0].dtype})",
+        "source": f"{size(plan.source.nbytes)} in {len(plan.source.headers)} files",
+        "augmented": f"{size(plan.nbytes)} in {len(plan.shards)} shards "
+        f"(+{percent(plan.added_bytes / plan.source.nbytes)})",
+        "memory": f"up to {size(plan.memory)}",
+        "free disk": size(free_bytes(out)),
+    }
+    if seconds is not None:
+        rows = {key: rows[key] for key in ("model", "source", "augmented")}
+        rows["written to"] = f"{out} in {seconds:.1f} s"
+    err.print(key_values(rows))
+
+
+def _parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB" or a plain number: decimal units, as on the Hub."""
+    stripped = text.strip().upper()
+    unit = next((u for u in _UNITS if u and stripped.endswith(u)), "")
+    try:
+        value = int(float(stripped.removesuffix(unit)) * _UNITS[unit])
+    except ValueError as error:
+        raise UsageError(f"max-shard-size is {text}", f"write it like 5GB; {MAX_SHARD_BYTES} bytes is usual") from error
+    if value < 1:
+        raise UsageError(f"max-shard-size is {text}", "choose more than nothing")
+    return value

@@ -1,0 +1,54 @@
+"""The `mreader` command."""
+
+import logging
+import warnings
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from mreader.cli.checkpoints import inspect_command, restore_command, verify_command
+from mreader.cli.console import fail
+from mreader.cli.convert import convert_command
+from mreader.cli.push import push_command
+from mreader.cli.run import eval_command, generate_command
+
+app = typer.Typer(
+    name="mreader",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("convert")(convert_command)
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+app.command("restore")(restore_command)
+app.command("generate")(generate_command)
+app.command("eval")(eval_command)
+app.command("push-to-hub")(push_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mreader {version('mreader')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Decode Mixture-of-Experts models by reading only the expert channels that matter for a token."""
+
+
+def main() -> None:
+    """Run the command line; every failure ends in one line of cause and one of what to do."""
+    warnings.filterwarnings("ignore")  # of libraries, for developers
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        app()
+    except Exception as error:
+        fail(error)

@@ -1,0 +1,136 @@
+"""How far the reader is from the dense model: every token of every window through both.
+
+N windows, T tokens of a window, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mreader.errors import UsageError
+from mreader.progress import Progress
+from mreader.runtime import reader_mode, runtime_of
+
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all tokens, in nats.
+
+    kl:        KL(dense || reader) of the next-token distributions
+    top1:      fraction of tokens whose most likely next token is the dense model's
+    nll_dense: next-token loss of the dense model
+    nll:       next-token loss of the reader
+    reads:     fraction of the routed experts' weights that a token reads, in 32-byte sectors
+    k:         channels computed exactly, of K * I
+    """
+
+    kl: float
+    top1: float
+    nll_dense: float
+    nll: float
+    reads: float
+    k: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_tokens(path: Path) -> Tensor:
+    """The token ids of a .npy file: one dimension, any integer dtype."""
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no .npy file of token ids: {error}", "save them with numpy.save") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise UsageError(f"{path} holds {tokens.dtype} of shape {tokens.shape}", "one dimension of integers is needed")
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
+def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The token ids of a text file, or of all Python and text files below a folder, in order of name."""
+    files = [path] if path.is_file() else sorted(f for s in ("*.py", "*.txt", "*.md") for f in path.rglob(s))
+    if not files:
+        raise UsageError(f"{path} holds no text", "name a text file, or a folder of .py, .txt or .md files")
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]], dtype=torch.int64)
+
+
+def cut_windows(tokens: Tensor, windows: int, length: int) -> Tensor:
+    """The first `windows` windows of `length` tokens, (N, T); UsageError where there are fewer."""
+    if windows < 1 or length < 2:
+        raise UsageError(f"{windows} windows of {length} tokens", "at least one window of two tokens is needed")
+    if len(tokens) < windows * length:
+        raise UsageError(
+            f"{windows} windows of {length} need {windows * length:,} tokens, there are {len(tokens):,}",
+            "ask for fewer or shorter windows",
+        )
+    return tokens[: windows * length].view(windows, length)
+
+
+@torch.inference_mode()
+def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None = None) -> Evaluation:
+    """Compare the reader, under the model's budget, with the dense model.
+
+    windows: (N, T) int64 - token ids; the first token of a window has no context but itself
+    """
+    progress = progress or Progress()
+    progress.begin("evaluating", windows.numel())
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
+        raise UsageError(
+            f"token id {int(windows.max())} is outside the vocabulary of {vocabulary}", "use its tokenizer"
+        )
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch in _batches(windows):
+        batch = batch.to(model.device)
+        dense, sparse = (_logits(model, batch, mode) for mode in ("never", "always"))
+        sums += torch.stack([_compare(d, s, ids) for d, s, ids in zip(dense, sparse, batch, strict=True)]).sum(0)
+        progress.advance(batch.numel())
+    kl, agreed, nll_dense, nll = sums.tolist()
+    runtime, predicted = runtime_of(model), windows.shape[0] * (windows.shape[1] - 1)
+    return Evaluation(
+        kl / windows.numel(),
+        agreed / windows.numel(),
+        nll_dense / predicted,
+        nll / predicted,
+        runtime.reads.total,
+        runtime.settings.k,
+    )
+
+
+def _batches(windows: Tensor) -> Iterator[Tensor]:
+    at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
+    for start in range(0, len(windows), at_once):
+        yield windows[start : start + at_once]
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, mode: Any) -> Tensor:
+    with reader_mode(model, mode):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _compare(dense: Tensor, sparse: Tensor, ids: Tensor) -> Tensor:
+    """Sums over a window: KL, agreements, loss of the dense model, loss of the reader. Logits: (T, V)."""
+    p, q = log_softmax(dense.float(), -1), log_softmax(sparse.float(), -1)
+    return (
+        torch.stack(
+            [
+                kl_div(q, p, log_target=True, reduction="sum"),
+                (p.argmax(-1) == q.argmax(-1)).sum().float(),
+                cross_entropy(dense[:-1].float(), ids[1:], reduction="sum"),
+                cross_entropy(sparse[:-1].float(), ids[1:], reduction="sum"),
+            ]
+        )
+        .double()
+        .cpu()
+    )

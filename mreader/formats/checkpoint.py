@@ -1,0 +1,199 @@
+"""A Hugging Face checkpoint folder as it is: config, shards and their headers, other files. Reads no weights.
+
+Everything that can be wrong with a checkpoint before its weights are looked at is found here.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mreader.errors import SourceError, UnsupportedError
+from mreader.formats.safetensors_file import Header, TensorSpec, parse_header, read_header
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Weights in other formats, and weight indexes: never copied into an augmented checkpoint.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".npz")
+_WEIGHT_INDEX = ".index.json"
+_HIDDEN_FOLDERS = (".git", ".cache", ".mreader")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is whole as far as its headers tell.
+
+    folder:  where it lies; None for a Hub repository of which only headers were fetched
+    config:  config.json, parsed
+    texts:   config.json and the index, verbatim, by name
+    headers: shard -> header, in order of name
+    where:   tensor -> shard
+    files:   every other file that belongs to it (no weights, no index, no config) -> size in bytes
+    """
+
+    folder: Path | None
+    config: dict[str, Any]
+    texts: dict[str, str]
+    headers: dict[str, Header]
+    where: dict[str, str]
+    files: dict[str, int]
+
+    def spec(self, tensor: str) -> TensorSpec:
+        return self.headers[self.where[tensor]].tensors[tensor]
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor, shard by shard in the order of its data."""
+        return {name: spec for header in self.headers.values() for name, spec in header.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shards."""
+        return sum(header.nbytes for header in self.headers.values())
+
+    @property
+    def path(self) -> Path:
+        if self.folder is None:
+            raise SourceError("the weights of this repository have not been downloaded")
+        return self.folder
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`. SourceError or UnsupportedError, with the file at fault, where it is not whole."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise SourceError(
+            f"{folder} {what}", "name a folder with config.json and safetensors, or a Hub id like org/name"
+        )
+    sizes = _files(folder)
+    return assemble(folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name))
+
+
+def assemble(
+    folder: Path | None, sizes: Mapping[str, int], text: Callable[[str], str], header: Callable[[str], Header]
+) -> Checkpoint:
+    """The checkpoint made of files of the given `sizes`, read through `text` and `header`: a folder or a remote one."""
+    if CONFIG not in sizes:
+        raise SourceError(
+            "there is no config.json", "a checkpoint folder holds config.json beside its safetensors files"
+        )
+    texts = {CONFIG: text(CONFIG)}
+    config = _json_object(CONFIG, texts[CONFIG])
+    if INDEX in sizes:
+        texts[INDEX] = text(INDEX)
+        where = _index_map(texts[INDEX])
+        _refuse_two_answers(sizes, where)
+    else:
+        where = None
+    shards = sorted(set(where.values())) if where is not None else [_only_shard(sizes)]
+    for shard in shards:
+        if shard not in sizes:
+            raise SourceError(f"{INDEX} names {shard}, which is not there", "download the missing shard")
+    headers = {shard: header(shard) for shard in shards}
+    found = _locate(headers)
+    if where is not None:
+        _compare_index(where, found)
+    side = {name: size for name, size in sizes.items() if name not in texts and not _is_weights(name)}
+    return Checkpoint(folder, config, texts, headers, found, side)
+
+
+def remote_checkpoint(
+    sizes: Mapping[str, int], text: Callable[[str], str], header_text: Callable[[str], bytes]
+) -> Checkpoint:
+    """The checkpoint of a Hub repository from its file list, two texts and the header bytes of each shard."""
+    return assemble(None, sizes, text, lambda name: parse_header(header_text(name), sizes[name], name))
+
+
+def _files(folder: Path) -> dict[str, int]:
+    sizes = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if PurePosixPath(name).parts[0] in _HIDDEN_FOLDERS or path.is_dir():
+            continue
+        try:
+            sizes[name] = path.stat().st_size
+        except OSError as error:
+            what = "is a link to nothing" if path.is_symlink() else f"cannot be read: {error.strerror}"
+            raise SourceError(
+                f"{name} {what}", "download the checkpoint again, or copy it with links resolved"
+            ) from error
+    return sizes
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path.name} is not UTF-8 text", "download the file again") from error
+    except OSError as error:
+        raise SourceError(f"{path.name} cannot be read: {error.strerror}", "check the file's permissions") from error
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    if text.startswith("version https://git-lfs"):
+        raise SourceError(f"{name} is a Git-LFS pointer, not the file it stands for", "run `git lfs pull`")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SourceError(f"{name} is not valid JSON: {error}", "download the file again") from error
+    if not isinstance(value, dict):
+        raise SourceError(f"{name} does not hold a JSON object", "download the file again")
+    return value
+
+
+def _index_map(text: str) -> dict[str, str]:
+    where = _json_object(INDEX, text).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+        raise SourceError(f"{INDEX} has no weight_map", "download the file again")
+    return where
+
+
+def _refuse_two_answers(sizes: Mapping[str, int], where: Mapping[str, str]) -> None:
+    if SINGLE in sizes and SINGLE not in where.values():
+        raise SourceError(
+            f"there are both {SINGLE} and {INDEX}, which does not name it", "remove the one that is out of date"
+        )
+
+
+def _only_shard(sizes: Mapping[str, int]) -> str:
+    shards = [name for name in sizes if name.endswith(".safetensors") and "/" not in name]
+    if SINGLE in shards or len(shards) == 1:
+        return SINGLE if SINGLE in shards else shards[0]
+    if shards:
+        raise SourceError(f"there are {len(shards)} safetensors files but no {INDEX}", "download the index as well")
+    others = [name for name in sizes if _is_weights(name) and not name.endswith(_WEIGHT_INDEX)]
+    if others:
+        raise UnsupportedError(
+            f"the weights are in {others[0]}, and only safetensors are read",
+            "save the model again with transformers' save_pretrained, or take the repository's safetensors revision",
+        )
+    raise SourceError("there are no safetensors files", "download the weights as well")
+
+
+def _locate(headers: Mapping[str, Header]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for shard, header in headers.items():
+        for name in header.tensors:
+            if name in found:
+                raise SourceError(
+                    f"tensor {name} is in both {found[name]} and {shard}", "download the checkpoint again"
+                )
+            found[name] = shard
+    return found
+
+
+def _compare_index(where: Mapping[str, str], found: Mapping[str, str]) -> None:
+    for name, shard in where.items():
+        if name not in found:
+            raise SourceError(f"{INDEX} places {name} in {shard}, which does not hold it", "download both again")
+        if found[name] != shard:
+            raise SourceError(f"{INDEX} places {name} in {shard}, but it is in {found[name]}", "download both again")
+    for name, shard in found.items():
+        if name not in where:
+            raise SourceError(f"{shard} holds {name}, which {INDEX} does not list", "download both again")
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((*_WEIGHT_SUFFIXES, _WEIGHT_INDEX))

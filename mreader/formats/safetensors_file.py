@@ -1,0 +1,285 @@
+"""safetensors files: a strict look at the header, lazy reads, and a writer that streams.
+
+The `safetensors` package reads the data (memory-mapped). The header is parsed here as well, because a damaged file must
+be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any weights.
+The package's own `save_file` needs a whole shard in memory, leaves it mode 0600 and does not flush it to disk; a
+converter that holds one expert at a time needs `ShardWriter`.
+
+File: 8 bytes little-endian N, N bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the data.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mreader.errors import SourceError
+
+_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16},
+    **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
+}
+TORCH_DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
+_ALIGNMENT = 64  # bytes: a cache line, and twice what a row of sketch codes needs
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype (safetensors' name) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
+
+    @property
+    def alignment(self) -> int:
+        return max(_BITS[self.dtype] // 8, 1)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The parsed header of one file.
+
+    tensors:  name -> dtype and shape, in the order of their data
+    metadata: the `__metadata__` entry
+    text:     the JSON as it stands in the file, padding included
+    """
+
+    tensors: dict[str, TensorSpec]
+    metadata: dict[str, str]
+    text: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return 8 + len(self.text) + sum(spec.nbytes for spec in self.tensors.values())
+
+
+def read_header(path: Path) -> Header:
+    """The header of the file at `path`. SourceError where the file is not a whole safetensors file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start.startswith(b"version "):
+                raise SourceError(
+                    f"{path.name} is a Git-LFS pointer, not the weights it stands for",
+                    "run `git lfs pull` in the repository, or download it again with `hf download`",
+                )
+            if size < 8 or length > _LARGEST_HEADER or 8 + length > size:
+                raise _truncated(path.name, size, f"its header alone ends at byte {8 + length:,}")
+            text = file.read(length)
+    except OSError as error:
+        raise SourceError(
+            f"{path.name} cannot be read: {error.strerror}", "check the file and its permissions"
+        ) from error
+    return parse_header(text, size, path.name)
+
+
+def parse_header(text: bytes, size: int, name: str) -> Header:
+    """The header `text` of a file of `size` bytes called `name`; every byte of the data must belong to one tensor."""
+    try:
+        entries = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name))
+    except ValueError as error:
+        raise SourceError(f"{name} has no valid safetensors header: {error}", "download the file again") from error
+    if not isinstance(entries, dict):
+        raise SourceError(f"{name} has no valid safetensors header: not a JSON object", "download the file again")
+    metadata = entries.pop("__metadata__", {})
+    position, tensors = 0, {}
+    for key, begin, end, spec in sorted((_entry(k, v, name) for k, v in entries.items()), key=lambda e: (e[1], e[2])):
+        if begin != position or end - begin != spec.nbytes:
+            raise SourceError(
+                f"{name}: tensor {key} ({spec.dtype} {list(spec.shape)}) claims bytes {begin:,} to {end:,}, "
+                f"expected {position:,} to {position + spec.nbytes:,}",
+                "the file is damaged; download it again",
+            )
+        position, tensors[key] = end, spec
+    header = Header(tensors, metadata, text)
+    if size < header.nbytes:
+        raise _truncated(name, size, f"its header promises {header.nbytes:,}")
+    if size > header.nbytes:
+        raise SourceError(f"{name} has {size - header.nbytes:,} bytes after its last tensor", "download the file again")
+    return header
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise SourceError(f"{name} holds tensor {double} twice", "the file is damaged; download it again")
+    return entries
+
+
+def _entry(key: str, value: Any, name: str) -> tuple[str, int, int, TensorSpec]:
+    try:
+        begin, end = value["data_offsets"]
+        spec = TensorSpec(value["dtype"], tuple(int(n) for n in value["shape"]))
+        known = spec.dtype in _BITS and all(n >= 0 for n in spec.shape)
+    except (TypeError, KeyError, ValueError) as error:
+        raise SourceError(f"{name}: tensor {key} has an unreadable header entry", "download the file again") from error
+    if not known:
+        raise SourceError(
+            f"{name}: tensor {key} has dtype {spec.dtype} and shape {list(spec.shape)}, which are unknown"
+        )
+    return key, int(begin), int(end), spec
+
+
+def _truncated(name: str, size: int, promise: str) -> SourceError:
+    return SourceError(
+        f"{name} is truncated: {size:,} bytes, and {promise}",
+        "download it again (`hf download` resumes and checks sizes)",
+    )
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Memory-mapped tensors of several files, by name; a context manager.
+
+    Pages of a mapped file count as resident until it is closed, so hold one open for a layer, not for a model.
+    """
+
+    def __init__(self, folder: Path, where: Mapping[str, str]) -> None:
+        self._folder, self._where = folder, where
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> "LazyTensors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file = self._where[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self._folder / file, framework="pt")
+        tensor: torch.Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def data_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
+    """The order in which a shard stores its tensors, so that each is aligned without gaps.
+
+    Tensors whose size is a multiple of 64 bytes come first: they start at multiples of 64 of the file. The others follow
+    by falling item size. Within both groups the given order is kept.
+    """
+    odd = {name: spec.nbytes % _ALIGNMENT != 0 for name, spec in tensors.items()}
+    return sorted(tensors, key=lambda name: (odd[name], -tensors[name].alignment if odd[name] else 0))
+
+
+def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON of the header of a file that holds `tensors` in `data_order`; its end is a multiple of 64."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name in data_order(tensors):
+        spec = tensors[name]
+        entries[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        position += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass
+class HashingFile:
+    """A file that is written once from front to back, hashed on the way, and appears under its name only when whole.
+
+    `commit` flushes it to disk, sets the mode that the umask gives and renames it; without `commit` nothing appears.
+    """
+
+    scratch: Path
+    target: Path
+    _hash: Any = field(default_factory=hashlib.sha256, init=False)
+    _size: int = field(default=0, init=False)
+
+    def __enter__(self) -> "HashingFile":
+        self._file = self.scratch.open("wb", buffering=0)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        self._size += len(view)
+        while len(view):
+            view = view[self._file.write(view) :]
+
+    def record(self) -> tuple[str, int]:
+        """(sha256 in hexadecimal, size in bytes) of what has been written."""
+        return self._hash.hexdigest(), self._size
+
+    def commit(self) -> tuple[str, int]:
+        """Make the file appear at `target`; its record."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.scratch.replace(self.target)
+        sync_folder(self.target.parent)
+        return self.record()
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self.scratch.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order; a view where it is contiguous."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().contiguous().reshape(-1)
+    data: bytes | memoryview = flat.view(torch.uint8).numpy().data
+    return memoryview(data)
+
+
+def sha256_file(path: Path, progress: Callable[[int], None] = lambda _: None, chunk: int = 1 << 22) -> str:
+    """sha256 of a file in hexadecimal; `progress` is told the size of each chunk."""
+    digest = hashlib.sha256()
+    for data in _chunks(path, chunk):
+        digest.update(data)
+        progress(len(data))
+    return digest.hexdigest()
+
+
+def _chunks(path: Path, size: int) -> Iterator[memoryview]:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield view[:count]

@@ -1,0 +1,109 @@
+"""What a conversion will write, from headers alone: shards, sizes, memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
+from mreader.formats.augmented import FormatOptions, augmented_tensors, layer_tensors
+from mreader.formats.checkpoint import SINGLE, Checkpoint
+from mreader.formats.safetensors_file import TensorSpec, encode_header
+
+MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
+# Working memory beside the mapped pages of a layer: Python, torch and one expert's float32 chunks.
+_BASE_MEMORY = 600_000_000
+# Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
+STEPS = (
+    ("gate_up_proj",),
+    ("down_proj",),
+    ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs"),
+    ("down_norms", "recovery_basis", "recovery_coeffs"),
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to write."""
+
+    name: str
+    tensors: dict[str, TensorSpec]
+
+    @property
+    def nbytes(self) -> int:
+        return len(encode_header(self.tensors, SHARD_METADATA)) + sum(spec.nbytes for spec in self.tensors.values())
+
+
+SHARD_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion of `source`.
+
+    shards: the files to write, in order
+    """
+
+    source: Checkpoint
+    architecture: Architecture
+    options: FormatOptions
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the conversion writes: shards and copied files."""
+        return sum(shard.nbytes for shard in self.shards) + sum(self.source.files.values()) + self._record_bytes
+
+    @property
+    def _record_bytes(self) -> int:
+        """Config, index, manifest and source record: at most twice the source's headers and texts, escaped as JSON."""
+        headers = sum(len(header.text) for header in self.source.headers.values())
+        return 2 * (headers + sum(len(text) for text in self.source.texts.values())) + 100_000
+
+    @property
+    def added_bytes(self) -> int:
+        """What sketch, norms and recovery add to the weights."""
+        return sum(shard.nbytes for shard in self.shards) - self.source.nbytes
+
+    @property
+    def memory(self) -> int:
+        """An upper estimate of the resident memory: the mapped pages and the results of the largest layer."""
+        return max(self._layer_memory(layer) for layer in self.architecture.layers) + _BASE_MEMORY
+
+    def _layer_memory(self, layer: RoutedLayer) -> int:
+        mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
+        computed = layer_tensors(layer, self.options)
+        return mapped + sum(computed[part].nbytes for step in STEPS[2:] for part in step)
+
+
+def make_plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int = MAX_SHARD_BYTES) -> Plan:
+    """The plan of converting `source`; raises what `find_architecture` raises."""
+    architecture = find_architecture(source)
+    groups: list[dict[str, TensorSpec]] = [{}]
+    for unit in _units(source, architecture, options):
+        if groups[-1] and _nbytes(groups[-1]) + _nbytes(unit) > max_shard_bytes:
+            groups.append({})
+        groups[-1] |= unit
+    return Plan(source, architecture, options, tuple(_name_shards(groups)))
+
+
+def _units(source: Checkpoint, architecture: Architecture, options: FormatOptions) -> Iterator[dict[str, TensorSpec]]:
+    """Tensors that must share a shard, in the order of the source."""
+    tensors = augmented_tensors(source, architecture, options)
+    steps = {f"{layer.prefix}.{step[0]}": (layer.prefix, step) for layer in architecture.layers for step in STEPS}
+    placed: set[str] = set()
+    for name, spec in tensors.items():
+        if name in placed:
+            continue
+        prefix, step = steps.get(name, ("", ()))
+        unit = {f"{prefix}.{part}": tensors[f"{prefix}.{part}"] for part in step} or {name: spec}
+        placed |= unit.keys()
+        yield unit
+
+
+def _nbytes(tensors: dict[str, TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in tensors.values())
+
+
+def _name_shards(groups: list[dict[str, TensorSpec]]) -> Iterator[Shard]:
+    for i, tensors in enumerate(groups, 1):
+        name = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        yield Shard(name, tensors)

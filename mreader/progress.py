@@ -1,0 +1,17 @@
+"""How long work tells what it is doing. The library is silent; the command line draws a bar."""
+
+
+class Progress:
+    """Silent progress: subclass it to show something."""
+
+    def begin(self, what: str, total: int) -> None:
+        """`total` bytes of work called `what` begin."""
+
+    def layer(self, number: int, layers: int) -> None:
+        """Layer `number` (from 1) of `layers` is being worked on."""
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done. May be called from any thread."""
+
+    def note(self, text: str) -> None:
+        """Something a person may want to know."""

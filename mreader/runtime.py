@@ -1,0 +1,352 @@
+"""Augmented checkpoints in transformers: loading, and decode steps through the reader.
+
+`import mreader` registers a quantizer, chosen by `quantization_config` of config.json, and an experts implementation.
+`AutoModelForCausalLM.from_pretrained` and `model.generate` then work as always: prefill stays dense, on the same
+weights, and a step of query length 1 on a cache reads only the channels that matter.
+"""
+
+# N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert, r stored rank
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mreader.activations import get_activation
+from mreader.budget import BlockShape, Budget, Reads, count_reads
+from mreader.errors import SourceError, UsageError
+from mreader.formats.architectures import routing
+from mreader.formats.augmented import METHOD, FormatOptions, is_augmented, parse_config_entry, tensor_specs
+from mreader.formats.safetensors_file import TORCH_DTYPES, read_header
+from mreader.reader import ExpertLayer, ReadSettings, read
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["decode", "always", "never"]
+
+
+@dataclass
+class Runtime:
+    """What all routed layers of a loaded model share; `set_budget` and `reader_mode` change it.
+
+    mode:     which calls go through the reader: decode steps, every one (evaluation), or none (dense)
+    decoding: whether the model is in a decode step right now
+    """
+
+    shape: BlockShape
+    layers: int
+    budget: Budget
+    settings: ReadSettings
+    mode: Mode = "decode"
+    decoding: bool = False
+
+    @property
+    def reads(self) -> Reads:
+        """What a token costs in one layer."""
+        settings = self.settings
+        return count_reads(self.shape, settings.k, settings.coordinates, settings.score, settings.rank)
+
+
+class RoutedExpertsSketch(nn.Module):
+    """Sketch, norms and recovery map of one layer: tensors whose dtypes are part of the format.
+
+    `.to(dtype)` moves the model's weights to another dtype, and these nowhere but to another device.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "RoutedExpertsSketch":
+        for name, tensor in self.named_buffers():
+            self._buffers[name] = tensor.to(fn(tensor).device)
+        return self
+
+
+class MreaderConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of an augmented checkpoint."""
+
+    def __init__(self, **entry: Any) -> None:
+        self.quant_method = METHOD
+        self.options = parse_config_entry({**entry, "quant_method": METHOD})
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.options.config_entry()
+
+
+class MreaderQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads the tensors of an augmented checkpoint into a stock model.
+
+    The experts keep their stock parameters, stored in the format's shapes: `gate_up_proj` (E, 2, I, H) becomes the view
+    (E, 2I, H), and `down_proj` (E, I, H) the transposed view (E, H, I), so every dense implementation runs on them.
+    """
+
+    requires_calibration = False
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        logger.warning(
+            "An augmented checkpoint is saved by copying its folder; `mreader restore` gives its source back."
+        )
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        files = kwargs.get("checkpoint_files")
+        if not files:
+            raise UsageError("an augmented checkpoint is loaded from files", "name its folder or its Hub id")
+        options: FormatOptions = self.quantization_config.options
+        experts = dict(_experts_modules(model))
+        for module in experts.values():
+            _expect_format(module, options)
+        if not experts:
+            raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
+        self._expected = {name: (p.shape, p.dtype) for name, p in model.state_dict().items()}
+        self._element_size = _stored_element_size([Path(file) for file in files])
+        _raise_on_missing_tensors(model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, parameter in model.state_dict(keep_vars=True).items():
+            shape, dtype = self._expected[name]
+            if parameter.shape != shape:
+                raise SourceError(f"tensor {name} is {list(parameter.shape)}, the model says {list(shape)}")
+            # transformers 5.17 skips the requested dtype for tensors that it renames
+            parameter.data = parameter.data.to(dtype)
+        experts = [module for _, module in _experts_modules(model)]
+        options: FormatOptions = self.quantization_config.options
+        runtime = _make_runtime(model, experts[0], options, self._element_size)
+        dense = model.config.get_text_config()._experts_implementation
+        for module in experts:
+            _view_as_stock(module, options)
+            module.mreader, module.mreader_dense = runtime, dense
+        model.set_experts_implementation(METHOD)
+        _watch_decoding(model, runtime)
+        model.mreader = runtime
+
+
+def register() -> None:
+    """Tell transformers of augmented checkpoints. May be called again."""
+    if METHOD in ALL_EXPERTS_FUNCTIONS:
+        return
+    register_quantization_config(METHOD)(MreaderConfig)
+    register_quantizer(METHOD)(MreaderQuantizer)
+    ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The routed experts' output, by the reader in a decode step and by the model's own dense implementation elsewhere.
+
+    hidden_states: (N, H) - tokens
+    top_k_index:   (N, K) int - their routed experts
+    top_k_weights: (N, K) - routing weights
+    returns:       (N, H)
+    """
+    runtime: Runtime = module.mreader
+    if runtime.mode == "always" or (runtime.mode == "decode" and runtime.decoding):
+        return read(hidden_states, top_k_index, top_k_weights, _layer_of(module, runtime), runtime.settings)
+    eager = type(module).forward.__wrapped__
+    dense = ALL_EXPERTS_FUNCTIONS.get_interface(module.mreader_dense, eager)
+    output: Tensor = dense(module, hidden_states, top_k_index, top_k_weights)
+    return output
+
+
+def load(
+    path: str | Path, *, dtype: str | torch.dtype = "auto", device: str = "auto", **kwargs: Any
+) -> PreTrainedModel:
+    """The model of an augmented checkpoint, ready to decode sparsely.
+
+    path:   folder or Hub id
+    dtype:  of the weights; "auto" as stored
+    device: "auto" (CUDA where there is one), "cpu" or "cuda:N"
+    kwargs: for transformers' `from_pretrained` (`revision`, `token`, `attn_implementation`, ...)
+
+    Raises UsageError where `path` is a folder without an augmented checkpoint.
+    """
+    from mreader.convert import pick_device
+
+    if Path(path).is_dir() and not is_augmented(Path(path)):
+        raise UsageError(f"{path} is not an augmented checkpoint", "make one with `mreader convert SOURCE OUT`")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+    loaded: PreTrainedModel = model.to(pick_device(device)).eval()
+    return loaded
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a loaded model. UsageError where it was not loaded from an augmented checkpoint."""
+    runtime = getattr(model, "mreader", None)
+    if not isinstance(runtime, Runtime):
+        raise UsageError("this model was not loaded from an augmented checkpoint", "convert it first")
+    return runtime
+
+
+def set_budget(
+    model: nn.Module,
+    *,
+    channels: float | None = None,
+    reads: float | None = None,
+    coordinates: int | None = None,
+    score: str | None = None,
+    rank: int | None = None,
+) -> ReadSettings:
+    """Change how much a decode step reads; what is not given stays as it is. Returns the settings now in force.
+
+    channels:    fraction f of the K * I candidate channels: k = round(f * K * I)
+    reads:       fraction of the dense reads instead: k is the largest whose counted reads do not exceed it
+    coordinates: coordinates read of each rotation block, 1..128
+    score:       "norm", "rho" or "variance"
+    rank:        columns of the recovery map in use, 0..r
+
+    Raises UsageError for both of channels and reads, for a value out of range, and for reads that sketch and recovery
+    alone exceed, naming the least possible.
+    """
+    runtime = runtime_of(model)
+    budget = runtime.budget.change(channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
+    runtime.settings = budget.resolve(runtime.shape)
+    runtime.budget = budget
+    return runtime.settings
+
+
+@contextmanager
+def reader_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """Within the block, which calls go through the reader: "decode" steps, "always" every token, or "never"."""
+    runtime = runtime_of(model)
+    before, runtime.mode = runtime.mode, mode
+    try:
+        yield
+    finally:
+        runtime.mode = before
+
+
+def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules behind transformers' experts interface, with gate and up fused."""
+    for name, module in model.named_modules():
+        if getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            yield name, module
+
+
+def _expect_format(module: Any, options: FormatOptions) -> None:
+    """Parameters on the meta device, in the shapes and dtypes that the format stores."""
+    E, H, I = module.down_proj.shape
+    dtype = module.down_proj.dtype
+    for part, spec in tensor_specs(int(E), int(I), int(H), "F32", options).items():
+        stored = dtype if part in ("gate_up_proj", "down_proj") else TORCH_DTYPES[spec.dtype]
+        empty = torch.empty(spec.shape, dtype=stored, device="meta")
+        setattr(module, part, nn.Parameter(empty, requires_grad=False))
+
+
+def _view_as_stock(module: Any, options: FormatOptions) -> None:
+    """Stock shapes on the stored bytes, and everything else of the format in a submodule."""
+    E, two, I, H = module.gate_up_proj.shape
+    extra = [part for part in tensor_specs(1, 1, 1, "F32", options) if part not in ("gate_up_proj", "down_proj")]
+    module.sketch = RoutedExpertsSketch({part: getattr(module, part) for part in extra})
+    for part in extra:
+        delattr(module, part)
+    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.view(E, two * I, H), requires_grad=False)
+    module.down_proj = nn.Parameter(module.down_proj.data.transpose(1, 2), requires_grad=False)
+
+
+def _layer_of(module: Any, runtime: Runtime) -> ExpertLayer:
+    sketch, gate_up = module.sketch, module.gate_up_proj
+    E, rows, H = gate_up.shape
+    return ExpertLayer(
+        gate_up=gate_up.view(E, 2, rows // 2, H),
+        down=module.down_proj.transpose(1, 2),
+        codes=sketch.sketch_codes,
+        scales=sketch.sketch_scales,
+        errors=sketch.sketch_errors,
+        signs=sketch.sketch_signs,
+        down_norms=sketch.down_norms,
+        basis=sketch.recovery_basis,
+        coeffs=sketch.recovery_coeffs,
+        code=runtime.shape.code,
+        activation=module.mreader_activation,
+    )
+
+
+def _make_runtime(model: PreTrainedModel, experts: Any, options: FormatOptions, element_size: int) -> Runtime:
+    _, _, I, H = experts.gate_up_proj.shape
+    routed, activation = routing(model.config.to_dict())
+    for _, module in _experts_modules(model):
+        module.mreader_activation = get_activation(activation)
+    shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size)
+    budget = Budget(options.channels, None, options.coordinates, options.score, options.rank)
+    return Runtime(shape, len(list(_experts_modules(model))), budget, budget.resolve(shape))
+
+
+def _stored_element_size(files: list[Path]) -> int:
+    """Bytes of a routed expert's weight as stored: reads are the checkpoint's, whatever dtype it is loaded in."""
+    for file in files:
+        for name, spec in read_header(file).tensors.items():
+            if name.endswith("experts.down_proj"):
+                return spec.alignment
+    raise SourceError("no tensor is named ...experts.down_proj", "download the checkpoint again")
+
+
+def _raise_on_missing_tensors(model: PreTrainedModel) -> None:
+    """Make missing and left-over tensors an error: transformers only warns, and fills the missing ones at random.
+
+    `_adjust_missing_and_unexpected_keys` is where it drops the names that a model class allows to be missing or extra.
+    """
+    adjust = model._adjust_missing_and_unexpected_keys
+
+    def adjust_and_check(loading_info: Any) -> None:
+        adjust(loading_info)
+        del model._adjust_missing_and_unexpected_keys
+        for names, what in ((loading_info.missing_keys, "is missing"), (loading_info.unexpected_keys, "is unknown")):
+            if names:
+                raise SourceError(
+                    f"tensor {min(names)} {what}", "download the checkpoint again, or convert the source again"
+                )
+
+    model._adjust_missing_and_unexpected_keys = adjust_and_check
+
+
+def _watch_decoding(model: PreTrainedModel, runtime: Runtime) -> None:
+    """Let the runtime know when the decoder runs a decode step: its experts only see flattened tokens."""
+    decoder = _decoder(model)
+    signature = inspect.signature(type(decoder).forward)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = signature.bind_partial(module, *args, **kwargs).arguments
+        runtime.decoding = _is_decode_step({**bound.pop("kwargs", {}), **bound})
+
+    def leave(*_: object) -> None:
+        runtime.decoding = False
+
+    decoder.register_forward_pre_hook(enter, with_kwargs=True)
+    decoder.register_forward_hook(leave, always_call=True)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The innermost transformers model that holds every routed layer."""
+    names = [name for name, _ in _experts_modules(model)]
+    holders: list[tuple[str, nn.Module]] = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and all(n.startswith(f"{name}." if name else "") for n in names)
+    ]
+    return max(holders, key=lambda holder: len(holder[0]))[1]
+
+
+def _is_decode_step(arguments: Mapping[str, Any]) -> bool:
+    """Query length 1 on a cache that holds something."""
+    tokens = arguments.get("inputs_embeds")
+    tokens = tokens if tokens is not None else arguments.get("input_ids")
+    cache = arguments.get("past_key_values")  # transformers up to 5.23 or so
+    cache = cache if cache is not None else arguments.get("cache")
+    if tokens is None or cache is None or tokens.shape[1] != 1:
+        return False
+    length = cache.get_seq_length()
+    # A static cache counts on the device: asking it would wait for the device, and it is filled by prefill in practice.
+    return True if isinstance(length, Tensor) else length > 0
