@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mreader.errors import SourceError
+from mreader.errors import SourceError, UnsupportedError
 from mreader.formats.architectures import Matrix, RoutedLayer
 from mreader.formats.augmented import FormatOptions
 from mreader.recovery import recovery_basis, recovery_coeffs
@@ -47,9 +47,11 @@ class LayerAugmenter:
         signs_here = signs.to(self._device)
         codes, scales, errors = [], [], []
         for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
-            sketch = sketch_expert(self._read(gate), self._read(up), signs_here, self._options.code)
-            if not bool(torch.isfinite(sketch.errors).all()):
-                self._refuse_non_finite((gate, up))
+            try:
+                sketch = sketch_expert(self._read(gate), self._read(up), signs_here, self._options.code)
+            except UnsupportedError:
+                self._refuse_non_finite((gate, up))  # the usual cause, and the fit does not know where it is
+                raise
             codes.append(sketch.codes)
             scales.append(sketch.scales)
             errors.append(sketch.errors)

@@ -10,7 +10,7 @@ _PIECE = 1 << 24  # bytes; hashing and writing release the interpreter lock for 
 
 
 class BackgroundWriter:
-    """Writes to `file` from a thread, in order; leaving the `with` block waits until all is written.
+    """Writes to `file` from a thread, in order; leaving the `with` block waits until all is written, unless it failed.
 
     `put` waits while more than `limit` bytes are queued. An error of the thread is raised by the next `put`, or at the
     end.
@@ -36,10 +36,12 @@ class BackgroundWriter:
             raise self._error
         self._queue.put(data)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, failure: BaseException | None, *_: object) -> None:
+        if failure is not None:
+            self._error = failure  # what is still queued is not worth writing
         self._queue.put(None)
         self._thread.join()
-        if kind is None and self._error is not None:
+        if failure is None and self._error is not None:
             raise self._error
 
     def _run(self) -> None:

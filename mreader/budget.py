@@ -131,6 +131,7 @@ class Budget:
 
     def resolve(self, shape: BlockShape) -> ReadSettings:
         """The settings that this budget means for a layer. UsageError for a value out of range."""
+        _check_rank(shape, self.rank)
         if self.reads is not None:
             k = reads_to_k(shape, self.reads, self.coordinates, self.score, self.rank)
         else:
@@ -193,8 +194,7 @@ def _sketch_sectors(shape: BlockShape, coordinates: int, score: str) -> float:
 
 
 def _recovery_sectors(shape: BlockShape, rank: int) -> float:
-    if rank > shape.rank:
-        raise UsageError(f"rank {rank} asked for, but rank {shape.rank} is stored", f"choose 0 to {shape.rank}")
+    _check_rank(shape, rank)
     if rank == 0:
         return 0.0
     coeffs = _table_sectors(shape.channels, 2 * rank, 2 * shape.rank)
@@ -214,6 +214,11 @@ def _table_sectors(rows: int, length: int, stride: int) -> float:
     starts = [row * stride for row in range(period)]
     touched = {sector for start in starts for sector in range(start // SECTOR, (start + length - 1) // SECTOR + 1)}
     return rows * len(touched) / period
+
+
+def _check_rank(shape: BlockShape, rank: int) -> None:
+    if rank > shape.rank:
+        raise UsageError(f"rank {rank} asked for, but rank {shape.rank} is stored", f"choose 0 to {shape.rank}")
 
 
 def _check_fraction(value: float, name: str) -> None:

@@ -1,17 +1,19 @@
 """The journal of a conversion: what was asked for and what is finished, one JSON line each, flushed to disk.
 
 OUT/.mreader/journal.jsonl. The first line is the request; the others say which source file was hashed and
-which shard is in place. A line that a crash cut short is dropped: its work is done again.
+which shard is in place. A line that a crash cut short or left unreadable is dropped with all after it: their work is
+done again.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mreader.errors import UsageError
+from mreader.formats.safetensors_file import sync_folder
 
 JOURNAL = "journal.jsonl"
 
@@ -40,31 +42,53 @@ class Journal:
         self.sources: dict[str, FileRecord] = {}
         self.shards: dict[str, FileRecord] = {}
         self._path = path
+        self._whole: int | None = None  # bytes of the whole lines of a journal that was loaded
 
     @classmethod
-    def create(cls, folder: Path, request: Mapping[str, Any]) -> "Journal":
-        """A new journal in `folder`."""
+    def create(
+        cls,
+        folder: Path,
+        request: Mapping[str, Any],
+        sources: Mapping[str, FileRecord] | None = None,
+        shards: Mapping[str, FileRecord] | None = None,
+    ) -> "Journal":
+        """A new journal in `folder`, of work that is partly done where `sources` and `shards` are given."""
         journal = cls(folder / JOURNAL, request)
-        journal._append({"request": journal.request})
+        journal.sources, journal.shards = dict(sources or {}), dict(shards or {})
+        lines = [{"request": journal.request}]
+        lines += [{"source": name, **record.entry()} for name, record in journal.sources.items()]
+        lines += [{"shard": name, **record.entry()} for name, record in journal.shards.items()]
+        part = folder / f"{JOURNAL}.part"
+        _write_durably(part, "wb", lines)
+        part.replace(journal._path)
+        sync_folder(folder)
         return journal
 
     @classmethod
     def load(cls, folder: Path) -> "Journal | None":
-        """The journal in `folder`; None where there is none with a whole first line."""
-        path = folder / JOURNAL
-        if not path.exists():
+        """The journal in `folder`, read only; None where there is none, or none that can be read."""
+        try:
+            data = (folder / JOURNAL).read_bytes()
+        except FileNotFoundError:
             return None
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if not lines:
-            return None
-        if len(whole) < len(data):
-            os.truncate(path, len(whole))
-        journal = cls(path, lines[0]["request"])
-        for line in lines[1:]:
-            journal._apply(line)
+        journal, length = None, 0
+        for line in data.splitlines(keepends=True):
+            try:
+                entry = json.loads(line) if line.endswith(b"\n") else {}
+                if journal is None:
+                    journal = cls(folder / JOURNAL, entry["request"])
+                else:
+                    journal._apply(entry)
+            except (ValueError, KeyError, TypeError):
+                break
+            length += len(line)
+        if journal is not None:
+            journal._whole = length
         return journal
+
+    def discard(self) -> None:
+        """Forget everything."""
+        self._path.unlink(missing_ok=True)
 
     def finish_source(self, name: str, record: FileRecord) -> None:
         self._add({"source": name, **record.entry()})
@@ -84,10 +108,17 @@ class Journal:
             self.shards[line["shard"]] = record
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("ab") as file:
-            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._whole is not None:
+            os.truncate(self._path, self._whole)  # what a crash left behind the last whole line
+            self._whole = None
+        _write_durably(self._path, "ab", [line])
+
+
+def _write_durably(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    with path.open(mode) as file:
+        file.writelines(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def refuse_other_request(recorded: Mapping[str, Any], asked: Mapping[str, Any], out: Path) -> None:

@@ -3,18 +3,51 @@
 import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from mreader.errors import MreaderError, NoSpaceError, UsageError
 from mreader.formats.augmented import MANIFEST, SOURCE, WORK_FOLDER
-from mreader.formats.checkpoint import CONFIG, INDEX
-from mreader.journal import Journal
+from mreader.formats.checkpoint import CONFIG, INDEX, is_safe_name
+from mreader.journal import JOURNAL, FileRecord, Journal
 from mreader.plan import Plan
 
 CARD = "README.md"  # push-to-hub publishes another one, so no manifest pins it
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a manifest says.
+
+    request: options and versions of the conversion
+    sources: source file -> its record
+    files:   written file -> its record
+    """
+
+    request: dict[str, Any]
+    sources: dict[str, FileRecord]
+    files: dict[str, FileRecord]
+
+
+def read_finished(out: Path) -> Finished | None:
+    """The manifest in `out`; None where there is none, or none that can be trusted."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+        request = {key: dict(manifest[key]) for key in ("options", "versions")}
+        sources, files = (_records(part) for part in (manifest["source"]["files"], manifest["files"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    safe = all(is_safe_name(name) for name in (*sources, *files))
+    return Finished(request, sources, files) if safe else None
+
+
+def _records(entries: dict[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord(entry["sha256"], entry["bytes"]) for name, entry in entries.items()}
 
 
 @contextmanager
@@ -31,36 +64,71 @@ def os_errors_of(out: Path) -> Iterator[None]:
         raise MreaderError(f"{error.filename or out}: {what}", "check the path and its permissions") from error
 
 
+def refuse_overlap(source: Path, out: Path) -> None:
+    """UsageError where one folder is, or lies in, the other."""
+    inner, outer = source.resolve(), out.resolve()
+    if inner == outer:
+        raise UsageError(f"{source} and {out} are the same folder", "name another folder for the result")
+    if outer.is_relative_to(inner) or inner.is_relative_to(outer):
+        raise UsageError(f"one of {source} and {out} lies inside the other", "name a folder beside the source")
+
+
 def refuse_foreign(out: Path) -> None:
-    """UsageError where `out` holds anything that no conversion of ours put there."""
+    """UsageError where `out` holds anything but a conversion of ours."""
     if not out.exists():
         return
     if not out.is_dir():
         raise UsageError(f"{out} is a file", "name a folder for the result")
-    if any(out.iterdir()) and not (out / WORK_FOLDER).is_dir() and not (out / MANIFEST).is_file():
-        raise UsageError(f"{out} is not empty, and not a conversion of ours", "name an empty or a new folder")
+    others = [path.name for path in out.iterdir() if path.name != WORK_FOLDER]
+    if others and read_finished(out) is None and Journal.load(out / WORK_FOLDER) is None:
+        raise UsageError(
+            f"{out} is not empty, and not a conversion of ours: it holds {min(others)}", "name an empty or a new folder"
+        )
 
 
 def remove_conversion(out: Path) -> None:
-    """Remove what a conversion into `out` wrote, and nothing else; the manifest first: no half passes for a whole."""
-    names: set[str] = set()
-    if (out / MANIFEST).is_file():
-        found = json.loads((out / MANIFEST).read_text())
-        names |= {*found["files"], *({CARD} & found["source"]["files"].keys())}
-    for path in (MANIFEST, CONFIG, INDEX, SOURCE):
-        (out / path).unlink(missing_ok=True)
-    journal = Journal.load(out / WORK_FOLDER)
-    if journal is not None:
-        copied = {name for name in journal.request["source"]["files"] if not name.endswith(".safetensors")}
-        names |= {*journal.request["shards"], *copied}
-    for name in names:
+    """Remove what conversions into `out` wrote, and nothing else.
+
+    config.json goes first, so that no half passes for a whole; what says whose the files are goes last, so that a
+    removal that is cut short can be run again.
+    """
+    names = _own_names(out)
+    for name in (CONFIG, INDEX, SOURCE, *sorted(names), MANIFEST):
         (out / name).unlink(missing_ok=True)
-    shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
+    for folder in sorted({parent for name in names for parent in (out / name).parents if out in parent.parents}):
+        _remove_if_empty(folder)
+    for path in (out / WORK_FOLDER).glob("*.part"):
+        path.unlink()
+    (out / WORK_FOLDER / JOURNAL).unlink(missing_ok=True)
 
 
-def require_space(out: Path, plan: Plan, done: int) -> None:
-    """NoSpaceError where the disk of `out` lacks room for what `plan` writes beyond the `done` bytes that are there."""
-    require_space_for(out, plan.nbytes - done)
+def _own_names(out: Path) -> set[str]:
+    """Names of the files that conversions wrote into `out`, by its manifest and its journal."""
+    names: set[str] = set()
+    if finished := read_finished(out):
+        names |= {*finished.files, *({CARD} & finished.sources.keys())}
+    if journal := Journal.load(out / WORK_FOLDER):
+        copied = {name for name in journal.request["source"]["files"] if not name.endswith(".safetensors")}
+        names |= {name for name in (*journal.request["shards"], *copied) if is_safe_name(name)}
+    return names
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def require_space(out: Path, plan: Plan, done: int | None = None) -> None:
+    """NoSpaceError where the disk of `out` lacks room for what `plan` writes beyond the `done` bytes that are there.
+
+    done: by default, the bytes of an earlier conversion into `out`: it is resumed or removed
+    """
+    require_space_for(out, plan.nbytes - (_own_bytes(out) if done is None else done))
+
+
+def _own_bytes(out: Path) -> int:
+    paths = [out / name for name in _own_names(out)] + list((out / WORK_FOLDER).glob("*.part"))
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def require_space_for(folder: Path, needed: int) -> None:
@@ -68,9 +136,13 @@ def require_space_for(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise NoSpaceError(
-            f"{folder} needs {needed / 1e9:,.2f} GB, and its disk has {free / 1e9:,.2f} GB free",
+            f"{folder} needs {_in_units(needed)}, and its disk has {_in_units(free)} free",
             "free some space, or name a folder on another disk",
         )
+
+
+def _in_units(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.2f} MB"
 
 
 def free_bytes(folder: Path) -> int:
@@ -80,11 +152,52 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def locked(work: Path) -> Iterator[None]:
-    """One conversion into a folder at a time; the lock goes with the process."""
-    with (work / "lock").open("w") as file:
+def claimed(out: Path) -> Iterator[Path]:
+    """The work folder of `out`, for one conversion at a time.
+
+    Leaves nothing behind where an error ends it before there is a journal.
+    """
+    work = out / WORK_FOLDER
+    created = [path for path in (work, out, *out.parents) if not path.exists()]
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        _remove_created(created)
+        raise
+    with _locked(work):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError("another conversion into this folder is running", "wait for it to end") from error
+            yield work
+        except Exception:
+            if not (work / JOURNAL).exists():
+                shutil.rmtree(work, ignore_errors=True)
+                _remove_created(created)
+            raise
+
+
+def _remove_created(created: list[Path]) -> None:
+    for path in created:
+        _remove_if_empty(path)
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """A lock that goes with the process."""
+    file = _lock_file(work)
+    while os.fstat(file.fileno()).st_nlink == 0:  # a conversion that ended just now took its work folder away
+        file.close()
+        file = _lock_file(work)
+    with file:
         yield
+
+
+def _lock_file(work: Path) -> TextIO:
+    work.mkdir(exist_ok=True)
+    file = (work / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UsageError(
+            f"another conversion into {work.parent} is running", "wait for it to end, or name another folder"
+        ) from error
+    return file

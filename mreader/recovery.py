@@ -68,18 +68,20 @@ def _krylov_subspace(down: Sequence[Tensor], rank: int, width: int, seed: int) -
         energies.append(float(values[-rank:].sum()))
         free = hidden - basis.shape[1]
         if free == 0 or len(images) == _MAX_STEPS or _converged(energies):
-            return basis @ vectors[:, -width:]
+            top: Tensor = basis @ vectors[:, -width:]
+            return top
         newest = _orthonormal_to(basis, images[-1][:, :free])
         basis = torch.cat([basis, newest], 1)
 
 
 def _apply_gram(down: Iterable[Tensor], columns: Tensor) -> Tensor:
     """sum_e D_e (D_e^T Q) in float64, each expert's product in the fast precision of its weights."""
-    image = torch.zeros_like(columns)
+    image = torch.zeros_like(columns, dtype=torch.float32)
+    narrow = {dtype: columns.t().contiguous().to(dtype) for dtype in (torch.bfloat16, torch.float32)}
     for expert in down:
         weights = expert if _has_fast_product(expert) else expert.float()
-        image += weights @ (weights.t() @ columns.to(weights.dtype))
-    return image
+        image += weights @ (narrow[weights.dtype] @ weights).t()
+    return image.double()
 
 
 def _has_fast_product(weights: Tensor) -> bool:
@@ -119,7 +121,7 @@ def _turn_to_singular(down: Iterable[Tensor], subspace: Tensor, rank: int) -> Te
     for expert in down:
         seen = recovery_coeffs(columns, expert)
         gram += seen.t() @ seen
-    vectors = torch.linalg.eigh(gram).eigenvectors
+    vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
     return subspace @ vectors[:, -rank:].flip(1)
 
 

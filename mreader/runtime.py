@@ -27,7 +27,7 @@ from mreader.activations import get_activation
 from mreader.budget import BlockShape, Budget, Reads, count_reads
 from mreader.errors import SourceError, UsageError
 from mreader.formats.architectures import routing
-from mreader.formats.augmented import METHOD, FormatOptions, is_augmented, parse_config_entry, tensor_specs
+from mreader.formats.augmented import METHOD, FormatOptions, open_augmented, parse_config_entry, tensor_specs
 from mreader.formats.safetensors_file import TORCH_DTYPES, read_header
 from mreader.reader import ExpertLayer, ReadSettings, read
 
@@ -171,12 +171,12 @@ def load(
     device: "auto" (CUDA where there is one), "cpu" or "cuda:N"
     kwargs: for transformers' `from_pretrained` (`revision`, `token`, `attn_implementation`, ...)
 
-    Raises UsageError where `path` is a folder without an augmented checkpoint.
+    Raises what `open_augmented` raises for a folder.
     """
     from mreader.convert import pick_device
 
-    if Path(path).is_dir() and not is_augmented(Path(path)):
-        raise UsageError(f"{path} is not an augmented checkpoint", "make one with `mreader convert SOURCE OUT`")
+    if Path(path).is_dir():
+        open_augmented(Path(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
     loaded: PreTrainedModel = model.to(pick_device(device)).eval()
     return loaded
@@ -303,11 +303,14 @@ def _raise_on_missing_tensors(model: PreTrainedModel) -> None:
     def adjust_and_check(loading_info: Any) -> None:
         adjust(loading_info)
         del model._adjust_missing_and_unexpected_keys
-        for names, what in ((loading_info.missing_keys, "is missing"), (loading_info.unexpected_keys, "is unknown")):
-            if names:
-                raise SourceError(
-                    f"tensor {min(names)} {what}", "download the checkpoint again, or convert the source again"
-                )
+        faults = [f"{name} is missing" for name in sorted(loading_info.missing_keys)]
+        faults += [f"{name} is unknown" for name in sorted(loading_info.unexpected_keys)]
+        faults += [f"{name} is {list(is_)}, not {list(should)}" for name, is_, should in loading_info.mismatched_keys]
+        if faults:
+            # transformers reports what it finds in here, and its error would hide this one
+            for keys in (loading_info.missing_keys, loading_info.unexpected_keys, loading_info.mismatched_keys):
+                keys.clear()
+            raise SourceError(f"tensor {faults[0]}", "download the checkpoint again, or convert the source again")
 
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 

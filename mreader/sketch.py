@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from mreader.formats.codes import BLOCK, Code, pack_used
 
-# Elements worked on at once. A CPU's chunk and the three buffers of the fit stay in the second-level cache (2 MB);
-# a GPU wants enough elements to fill it.
-_CPU_CHUNK = 128 * 1024
+# Elements worked on at once. On a CPU the four float32 arrays of a fit fit into 1 MB of second-level cache: twice as
+# many cost 1.3 times the time a weight, half as many as well, for the calls then weigh. A GPU wants to be filled.
+_CPU_CHUNK = 52 * 1024
 _GPU_CHUNK = 64 * 1024 * 1024
 _ROW_STEP = 20  # channels: whole bytes in every code (5 and 4 channels a byte)
 
@@ -88,17 +87,17 @@ def sketch_expert(gate: Tensor, up: Tensor, signs: Tensor, code: Code) -> Sketch
     channels, hidden = gate.shape
     sketch = _empty_sketch(channels, hidden, code, gate.device)
     blocks = _signed_hadamard(signs.to(gate.device))
+    spans = _spans(len(blocks), channels, gate.device)
     for matrix, weights in enumerate((gate, up)):
-        for span, rows in _chunks(channels, len(blocks), gate.device):
-            # Rows are the fast axis here, so that sums over a block and packing along channels both run along memory.
-            rotated = _rotate_blocks(weights[rows, span.start * BLOCK : span.stop * BLOCK], blocks[span])
-            indices, scales, errors = code.fit(rotated.transpose(1, 2))
-            packed = pack_used(indices.transpose(1, 2).flatten(0, 1), code)
+        for rows in _row_groups(channels, gate.device):
+            rotated = _rotate_blocks(weights[rows], blocks)
+            # Rows are the fast axis, so that sums over a block and packing along channels both run along memory.
+            fits = [code.fit(rotated[span].transpose(1, 2)) for span in spans]
+            packed = pack_used(torch.cat([indices.transpose(1, 2) for indices, _, _ in fits]).flatten(0, 1), code)
             first = rows.start // code.per_byte
-            coordinates = slice(span.start * BLOCK, span.stop * BLOCK)
-            sketch.codes[matrix, coordinates, first : first + packed.shape[1]] = packed
-            sketch.scales[matrix, span, rows] = scales
-            sketch.errors[matrix, span, rows] = errors
+            sketch.codes[matrix, :, first : first + packed.shape[1]] = packed
+            sketch.scales[matrix, :, rows] = torch.cat([scales for _, scales, _ in fits])
+            sketch.errors[matrix, :, rows] = torch.cat([errors for _, _, errors in fits])
     return sketch
 
 
@@ -111,14 +110,22 @@ def _empty_sketch(channels: int, hidden: int, code: Code, device: torch.device) 
     )
 
 
-def _chunks(channels: int, blocks: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Spans of blocks and of channels of about one chunk's elements, channels in whole bytes."""
+def _group_size(channels: int, device: torch.device) -> int:
+    """Channels of a row group: even shares, in whole bytes, such that one block of them is at most one chunk."""
     room = (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK) // BLOCK
-    row_step = min(channels, max(room // _ROW_STEP * _ROW_STEP, _ROW_STEP))
-    span = max(room // row_step, 1)
-    for block in range(0, blocks, span):
-        for row in range(0, channels, row_step):
-            yield slice(block, min(block + span, blocks)), slice(row, min(row + row_step, channels))
+    return math.ceil(channels / math.ceil(channels / room) / _ROW_STEP) * _ROW_STEP
+
+
+def _row_groups(channels: int, device: torch.device) -> list[slice]:
+    size = _group_size(channels, device)
+    return [slice(row, min(row + size, channels)) for row in range(0, channels, size)]
+
+
+def _spans(blocks: int, channels: int, device: torch.device) -> list[slice]:
+    """Blocks fitted at once: as many as make a chunk with the channels of a row group."""
+    chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    size = max(chunk // (_group_size(channels, device) * BLOCK), 1)
+    return [slice(block, min(block + size, blocks)) for block in range(0, blocks, size)]
 
 
 def _signed_hadamard(signs: Tensor) -> Tensor:
@@ -135,5 +142,5 @@ def _rotate_blocks(weights: Tensor, blocks: Tensor) -> Tensor:
     """
     width = blocks.shape[0] * BLOCK
     rows = torch.nn.functional.pad(weights, (0, width - weights.shape[1])) if weights.shape[1] < width else weights
-    rows = rows.float().unflatten(1, (-1, BLOCK))
+    rows = rows.float().reshape(-1, len(blocks), BLOCK)
     return torch.bmm(blocks, rows.permute(1, 2, 0)).mul_(1 / math.sqrt(BLOCK))

@@ -28,11 +28,14 @@ class TestLinkedFolders:
         assert not (ROOT / "mreader" / name / "__init__.py").exists()
 
 
-def test_nothing_of_ours_imports_as_kernels_from_the_root() -> None:
-    """A namespace folder gives way to any real package, and holds no module that another package asks for."""
-    code = "import kernels; print(getattr(kernels, '__file__', None))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0 or str(ROOT / "mreader") not in done.stdout
+def test_package_kernels_of_pypi_wins_over_our_link(tmp_path: Path) -> None:
+    """Also from the root, where the link comes first: a folder without __init__.py gives way to a real package."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    code = "import kernels; print(kernels.__file__)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == tmp_path / "kernels" / "__init__.py"
 
 
 def test_top_level_of_the_tracked_tree() -> None:

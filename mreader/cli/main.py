@@ -52,3 +52,6 @@ def main() -> None:
         app()
     except Exception as error:
         fail(error)
+
+if __name__ == "__main__":
+    main()

@@ -69,10 +69,10 @@ class FormatOptions:
 DEFAULT_OPTIONS = FormatOptions()
 
 
-def parse_config_entry(entry: Mapping[str, Any]) -> FormatOptions:
-    """The options in a `quantization_config`. UnsupportedError for another method, version or block."""
+def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatOptions:
+    """The options in a `quantization_config`. UnsupportedError for another version or block, UsageError for none."""
     if entry.get("quant_method") != METHOD:
-        raise UsageError("this is not an augmented checkpoint", "make one with `mreader convert SOURCE OUT`")
+        raise UsageError(f"{where} is not an augmented checkpoint", "make one with `mreader convert SOURCE OUT`")
     version = entry.get("format_version")
     if version != FORMAT_VERSION:
         raise UnsupportedError(
@@ -174,7 +174,7 @@ def open_augmented(folder: Path) -> Augmented:
             f"the conversion into {folder} has not ended", "run the same `mreader convert` again to resume"
         )
     checkpoint = open_checkpoint(folder)
-    options = parse_config_entry(checkpoint.config.get("quantization_config") or {})
+    options = parse_config_entry(checkpoint.config.get("quantization_config") or {}, str(folder))
     manifest = _read_json(folder / MANIFEST)
     source = _recorded_source(_read_json(folder / SOURCE), manifest)
     architecture = find_architecture(source)

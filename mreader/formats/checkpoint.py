@@ -4,7 +4,9 @@ Everything that can be wrong with a checkpoint before its weights are looked at 
 """
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,9 +18,15 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Weights in other formats, and weight indexes: never copied into an augmented checkpoint.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".npz")
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".npz", ".distcp"),
+    *(".onnx", ".onnx_data", ".tflite"),
+)
 _WEIGHT_INDEX = ".index.json"
-_HIDDEN_FOLDERS = (".git", ".cache", ".mreader")
+_HIDDEN_FOLDERS = (".git", ".cache", ".mreader", "__pycache__")
+_ONE_OF_MANY = re.compile(r"-\d+-of-0*([2-9]|[1-9]\d+)\.safetensors")
+_POINTER = b"version https://git-lfs"
+_LARGEST_POINTER = 1024  # bytes, by the Git-LFS specification
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,9 @@ class Checkpoint:
     @property
     def path(self) -> Path:
         if self.folder is None:
-            raise SourceError("the weights of this repository have not been downloaded")
+            raise SourceError(
+                "the weights of this repository have not been downloaded", "fetch them with `hf download` first"
+            )
         return self.folder
 
 
@@ -68,7 +78,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} {what}", "name a folder with config.json and safetensors, or a Hub id like org/name"
         )
     sizes = _files(folder)
-    return assemble(folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name))
+    checkpoint = assemble(folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name))
+    for name, size in checkpoint.files.items():
+        _refuse_pointer(folder, name, size)
+    return checkpoint
 
 
 def assemble(
@@ -106,12 +119,19 @@ def remote_checkpoint(
     return assemble(None, sizes, text, lambda name: parse_header(header_text(name), sizes[name], name))
 
 
+def is_safe_name(name: str) -> bool:
+    """Whether `name`, joined to a folder, stays inside: names in a manifest may come from anyone."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
 def _files(folder: Path) -> dict[str, int]:
+    """Every file below `folder`, links resolved -> its size; folders of tools are left out."""
     sizes = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if PurePosixPath(name).parts[0] in _HIDDEN_FOLDERS or path.is_dir():
-            continue
+    for name in sorted(_names(folder)):
+        path = folder / name
+        if not name.isprintable():  # also what is no UTF-8: a manifest could not name it
+            raise SourceError(f"the file name {name!r} cannot be written down", "rename the file")
         try:
             sizes[name] = path.stat().st_size
         except OSError as error:
@@ -119,7 +139,45 @@ def _files(folder: Path) -> dict[str, int]:
             raise SourceError(
                 f"{name} {what}", "download the checkpoint again, or copy it with links resolved"
             ) from error
+        if not path.is_file():
+            raise SourceError(f"{name} is neither a file nor a folder", "remove it from the checkpoint")
     return sizes
+
+
+def _names(folder: Path) -> Iterator[str]:
+    seen = set()
+    for place, folders, files in os.walk(folder, onerror=_refuse_folder, followlinks=True):
+        here = Path(place)
+        if here.resolve() in seen:  # a link that leads back up
+            folders.clear()
+            continue
+        seen.add(here.resolve())
+        folders[:] = [name for name in folders if name not in _HIDDEN_FOLDERS]
+        yield from ((here / name).relative_to(folder).as_posix() for name in files)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise SourceError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from error
+
+
+def _refuse_pointer(folder: Path, name: str, size: int) -> None:
+    """A tokenizer may be kept in Git LFS as well, and a pointer copied in its place is found late."""
+    if size > _LARGEST_POINTER:
+        return
+    try:
+        with (folder / name).open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}", "check the file's permissions") from error
+    if start == _POINTER:
+        raise _is_pointer(name)
+
+
+def _is_pointer(name: str) -> SourceError:
+    return SourceError(
+        f"{name} is a Git-LFS pointer, not the file it stands for",
+        "run `git lfs pull` in the repository, or download it again with `hf download`",
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -132,8 +190,8 @@ def _read_text(path: Path) -> str:
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    if text.startswith("version https://git-lfs"):
-        raise SourceError(f"{name} is a Git-LFS pointer, not the file it stands for", "run `git lfs pull`")
+    if text.startswith(_POINTER.decode()):
+        raise _is_pointer(name)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -159,14 +217,19 @@ def _refuse_two_answers(sizes: Mapping[str, int], where: Mapping[str, str]) -> N
 
 def _only_shard(sizes: Mapping[str, int]) -> str:
     shards = [name for name in sizes if name.endswith(".safetensors") and "/" not in name]
-    if SINGLE in shards or len(shards) == 1:
-        return SINGLE if SINGLE in shards else shards[0]
+    if SINGLE in shards:
+        return SINGLE
+    if len(shards) == 1 and not _ONE_OF_MANY.search(shards[0]):
+        return shards[0]
     if shards:
-        raise SourceError(f"there are {len(shards)} safetensors files but no {INDEX}", "download the index as well")
+        raise SourceError(
+            f"{shards[0]} is one of several shards, but there is no {INDEX}",
+            "download the index and all shards that it names",
+        )
     others = [name for name in sizes if _is_weights(name) and not name.endswith(_WEIGHT_INDEX)]
     if others:
         raise UnsupportedError(
-            f"the weights are in {others[0]}, and only safetensors are read",
+            f"the weights are in {max(others, key=lambda name: sizes[name])}, and only safetensors are read",
             "save the model again with transformers' save_pretrained, or take the repository's safetensors revision",
         )
     raise SourceError("there are no safetensors files", "download the weights as well")

@@ -18,8 +18,8 @@ ROW_ALIGNMENT = 32  # bytes: DRAM is read in sectors of this size
 
 Fit = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
-# The best threshold in units of sum w^2 / sum |w|: 0.488 for a Gaussian, within 5 % of that for Laplace and uniform, and
-# the same with any share of zeros.
+# The best threshold in units of sum w^2 / sum |w|: 0.488 for a Gaussian, within 5 % of that for Laplace and uniform,
+# and the same with any share of zeros.
 _TERNARY_START = 0.49
 # Gaussian blocks leave 0.19 +- 0.02 of their energy as error, so few of them are above this; heavy tails are.
 _TERNARY_HARD = 0.27
@@ -89,9 +89,8 @@ def fit_ternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kept[hard] = mask
         scale[hard] = (mask * chosen).sum(-1) / mask.sum(-1).clamp_min_(1.0)
     scales = _stored_scales(scale, energy)
-    stored = scales.float()
-    errors = _mean_square(torch.mul(kept, stored.unsqueeze(-1), out=work).sub_(magnitude))
-    border = threshold.masked_fill_(stored == 0, math.inf).unsqueeze(-1)
+    errors = _mean_square(torch.mul(kept, scales.float().unsqueeze(-1), out=work).sub_(magnitude))
+    border = threshold.unsqueeze(-1)
     torch.ge(weights, -border, out=kept)
     indices = kept.add_(torch.gt(weights, border, out=work)).to(torch.uint8)
     return indices, scales, errors
@@ -117,13 +116,12 @@ def fit_quaternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         total = torch.mul(kept, magnitude, out=work).sum(-1)
         scale = (half_total + total) / (quarter + 2 * count)
     scales = _stored_scales(scale, energy)
-    stored = scales.float()
-    border = stored.masked_fill(stored == 0, math.inf).unsqueeze(-1)
-    torch.gt(magnitude, border, out=kept)
-    errors = _mean_square(torch.mul(kept.add_(0.5), stored.unsqueeze(-1), out=work).sub_(magnitude))
-    torch.ge(weights, -border, out=kept)
+    stored = scales.float().unsqueeze(-1)
+    torch.gt(magnitude, stored, out=kept)
+    errors = _mean_square(torch.mul(kept.add_(0.5), stored, out=work).sub_(magnitude))
+    torch.ge(weights, -stored, out=kept)
     kept.add_(torch.ge(weights, 0.0, out=work))
-    indices = kept.add_(torch.gt(weights, border, out=work)).to(torch.uint8)
+    indices = kept.add_(torch.gt(weights, stored, out=work)).to(torch.uint8)
     return indices, scales, errors
 
 
@@ -145,7 +143,8 @@ def _best_ternary_scale(magnitude: Tensor) -> Tensor:
 
 def _stored_scales(scale: Tensor, energy: Tensor) -> Tensor:
     stored = scale.to(torch.float16)
-    if not bool((torch.isfinite(stored) & torch.isfinite(energy)).all()):
+    # One sum instead of two isfinite: any infinity or NaN shows in it, and finite scales keep it far below overflow.
+    if not math.isfinite(float(torch.sum(stored, dtype=torch.float32) + energy.sum())):
         raise UnsupportedError(
             "a block of weights has a scale beyond FP16 (65504), or weights that are not finite",
             "check the checkpoint: trained weights are far smaller",
@@ -180,8 +179,8 @@ def pack_used(indices: Tensor, code: Code) -> Tensor:
     """
     missing = -indices.shape[-1] % code.per_byte
     padded = torch.nn.functional.pad(indices, (0, missing)) if missing else indices
-    digits = padded.unflatten(-1, (-1, code.per_byte)).unbind(-1)
-    packed = digits[0].clone(memory_format=torch.contiguous_format)
+    digits = padded.reshape(*padded.shape[:-1], -1, code.per_byte).unbind(-1)
+    packed: Tensor = digits[0].clone(memory_format=torch.contiguous_format)
     for place, digit in enumerate(digits[1:], start=1):
         packed.add_(digit, alpha=code.base**place)
     return packed

@@ -3,7 +3,7 @@
 The `safetensors` package reads the data (memory-mapped). The header is parsed here as well, because a damaged file must
 be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any weights.
 The package's own `save_file` needs a whole shard in memory, leaves it mode 0600 and does not flush it to disk; a
-converter that holds one expert at a time needs `ShardWriter`.
+converter that holds one expert at a time writes through `HashingFile`.
 
 File: 8 bytes little-endian N, N bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the data.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from mreader.errors import SourceError
+from mreader.errors import SourceError, UnsupportedError
 
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
@@ -98,14 +98,17 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(text: bytes, size: int, name: str) -> Header:
-    """The header `text` of a file of `size` bytes called `name`; every byte of the data must belong to one tensor."""
+    """The header `text` of a file of `size` bytes called `name`.
+
+    Raises SourceError unless every byte of the data belongs to exactly one tensor, UnsupportedError for a new dtype.
+    """
     try:
         entries = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name))
     except ValueError as error:
         raise SourceError(f"{name} has no valid safetensors header: {error}", "download the file again") from error
     if not isinstance(entries, dict):
         raise SourceError(f"{name} has no valid safetensors header: not a JSON object", "download the file again")
-    metadata = entries.pop("__metadata__", {})
+    metadata = _metadata(entries.pop("__metadata__", {}), name)
     position, tensors = 0, {}
     for key, begin, end, spec in sorted((_entry(k, v, name) for k, v in entries.items()), key=lambda e: (e[1], e[2])):
         if begin != position or end - begin != spec.nbytes:
@@ -132,18 +135,24 @@ def _without_duplicates(pairs: list[tuple[str, Any]], name: str) -> dict[str, An
     return entries
 
 
+def _metadata(value: Any, name: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise SourceError(f"{name} has __metadata__ that does not map names to text", "download the file again")
+    return value
+
+
 def _entry(key: str, value: Any, name: str) -> tuple[str, int, int, TensorSpec]:
     try:
         begin, end = value["data_offsets"]
-        spec = TensorSpec(value["dtype"], tuple(int(n) for n in value["shape"]))
-        known = spec.dtype in _BITS and all(n >= 0 for n in spec.shape)
-    except (TypeError, KeyError, ValueError) as error:
-        raise SourceError(f"{name}: tensor {key} has an unreadable header entry", "download the file again") from error
-    if not known:
-        raise SourceError(
-            f"{name}: tensor {key} has dtype {spec.dtype} and shape {list(spec.shape)}, which are unknown"
-        )
-    return key, int(begin), int(end), spec
+        dtype, shape = value["dtype"], tuple(value["shape"])
+        whole = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+    except (TypeError, KeyError, ValueError):
+        whole = False
+    if not whole:
+        raise SourceError(f"{name}: tensor {key} has an unreadable header entry", "download the file again")
+    if dtype not in _BITS:
+        raise UnsupportedError(f"{name}: tensor {key} is stored as {dtype}, which is unknown", "upgrade mreader")
+    return key, begin, end, TensorSpec(dtype, shape)
 
 
 def _truncated(name: str, size: int, promise: str) -> SourceError:

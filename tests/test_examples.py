@@ -1,0 +1,45 @@
+"""The scripts under examples/ work, and what they make can be converted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mreader
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["olmoe", "qwen3_moe"])
+def test_train_tiny_makes_a_model_that_converts_and_decodes(architecture: str, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    command = [sys.executable, ROOT / "examples" / "train_tiny.py", "--text", ROOT / "mreader", "--out", model]
+    options = ["--architecture", architecture, "--steps", "5", "--batch", "2", "--length", "64", "--device", "cpu"]
+    subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+
+    report = json.loads((model / "training.json").read_text())
+    assert report["tokens"] == 5 * 2 * 64
+    assert report["held_out_loss"] < 7.7, "worse than a uniform guess among 2048 tokens, ln 2048 = 7.62"
+
+    mreader.convert(model, out, device="cpu")
+    mreader.verify(out, model)
+    ids = AutoTokenizer.from_pretrained(out)("def ", return_tensors="pt")["input_ids"]
+    generated = mreader.load(out, device="cpu").generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert generated.shape == (1, ids.shape[1] + 4)
+
+
+@pytest.mark.slow
+def test_olmoe_tiny_is_as_good_as_its_card_says(olmoe_tiny: Path) -> None:
+    """Trained for real: it continues code better than chance by far, so figures measured on it mean something."""
+    model = AutoModelForCausalLM.from_pretrained(olmoe_tiny, dtype=torch.float32)
+    text = (ROOT / "mreader" / "convert.py").read_text()
+    ids = AutoTokenizer.from_pretrained(olmoe_tiny)(text, return_tensors="pt")["input_ids"][:, :512]
+    with torch.inference_mode():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss < 4
+    assert model.num_parameters() == 7_901_440
