@@ -47,7 +47,7 @@ class Run:
 
 
 def make_source(folder: Path, shape: dict[str, Any], layers: int, shards: int) -> int:
-    """A random BF16 checkpoint of `layers` layers as per-expert tensors, dealt out to `shards` files; its size in bytes."""
+    """A random BF16 checkpoint of `layers` layers, its tensors dealt out to `shards` files; its size in bytes."""
     E, H, I = shape["num_experts"], shape["hidden_size"], shape["moe_intermediate_size"]
     names = [
         (f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight", (H, I) if part == "down" else (I, H))

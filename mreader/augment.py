@@ -3,32 +3,55 @@
 E experts, H hidden size, I channels of an expert, r rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mreader.errors import SourceError, UnsupportedError
+from mreader.errors import SourceError
 from mreader.formats.architectures import Matrix, RoutedLayer
 from mreader.formats.augmented import FormatOptions
 from mreader.recovery import recovery_basis, recovery_coeffs
-from mreader.sketch import draw_signs, sketch_expert
+from mreader.sketch import Sketch, draw_signs, sketch_expert
 
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@contextmanager
+def experts_side_by_side() -> Iterator[Executor]:
+    """As many threads as torch would use, each for an expert of its own, and torch single-threaded within.
+
+    An expert's tensors fit a core's cache: torch's own threads would spend their time waiting for each other there,
+    the more so beside threads that hash and write. Results do not depend on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
 class LayerAugmenter:
-    """Computes an augmented layer from its source tensors, on `device`.
+    """Computes an augmented layer from its source tensors, on `device`, experts side by side in `pool`.
 
     `pieces(part)` gives the CPU tensors whose bytes, one after the other, are the data of the tensor `part`.
     """
 
     def __init__(
-        self, layer: RoutedLayer, tensors: Mapping[str, Tensor], options: FormatOptions, device: torch.device
+        self,
+        layer: RoutedLayer,
+        tensors: Mapping[str, Tensor],
+        options: FormatOptions,
+        device: torch.device,
+        pool: Executor,
     ) -> None:
-        self._layer, self._tensors, self._options, self._device = layer, tensors, options, device
+        self._layer, self._tensors, self._options = layer, tensors, options
+        self._device, self._pool = device, pool
 
     def pieces(self, part: str) -> Iterator[Tensor]:
         if part == "gate_up_proj":
@@ -45,60 +68,33 @@ class LayerAugmenter:
         """sketch_codes, sketch_scales, sketch_errors, sketch_signs (SPEC.md)."""
         signs = draw_signs(self._layer.hidden, self._options.seed, self._layer.ordinal)
         signs_here = signs.to(self._device)
-        codes, scales, errors = [], [], []
-        for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
-            try:
-                sketch = sketch_expert(self._read(gate), self._read(up), signs_here, self._options.code)
-            except UnsupportedError:
-                self._refuse_non_finite((gate, up))  # the usual cause, and the fit does not know where it is
-                raise
-            codes.append(sketch.codes)
-            scales.append(sketch.scales)
-            errors.append(sketch.errors)
+
+        def sketch(gate: Matrix, up: Matrix) -> Sketch:
+            return sketch_expert(self._read(gate), self._read(up), signs_here, self._options.code)
+
+        sketches = list(self._pool.map(sketch, self._layer.gate, self._layer.up))
         return {
-            "sketch_codes": torch.stack(codes),
-            "sketch_scales": torch.stack(scales),
-            "sketch_errors": torch.stack(errors),
+            "sketch_codes": torch.stack([s.codes for s in sketches]),
+            "sketch_scales": torch.stack([s.scales for s in sketches]),
+            "sketch_errors": torch.stack([s.errors for s in sketches]),
             "sketch_signs": signs,
         }
 
     @cached_property
     def recovery(self) -> dict[str, Tensor]:
         """down_norms ||d_j||, recovery_basis U, recovery_coeffs b_j = U^T d_j (SPEC.md)."""
-        matrices = _Matrices(self._layer.down, self._tensors, self._device)
-        norms = torch.stack([torch.linalg.vector_norm(down, dim=0, dtype=torch.float32) for down in matrices])
-        if not bool(torch.isfinite(norms).all()):
-            self._refuse_non_finite(self._layer.down)
-        basis = recovery_basis(matrices, self._options.rank, self._options.seed)
-        coeffs = torch.stack([recovery_coeffs(basis, down) for down in matrices])
+        down = [self._read(matrix) for matrix in self._layer.down]
+        norms = torch.stack(list(self._pool.map(_column_norms, down)))
+        basis = recovery_basis(down, self._options.rank, self._options.seed, self._pool.map)
+        coeffs = torch.stack(list(self._pool.map(lambda expert: recovery_coeffs(basis, expert), down)))
         return {
-            "down_norms": _half(norms, f"{self._layer.prefix}.down_norms"),
-            "recovery_basis": _half(basis, f"{self._layer.prefix}.recovery_basis"),
-            "recovery_coeffs": _half(coeffs, f"{self._layer.prefix}.recovery_coeffs"),
+            "down_norms": _half(norms, "down_norms"),
+            "recovery_basis": _half(basis, "recovery_basis"),
+            "recovery_coeffs": _half(coeffs, "recovery_coeffs"),
         }
 
     def _read(self, matrix: Matrix) -> Tensor:
         return matrix.read(self._tensors).to(self._device)
-
-    def _refuse_non_finite(self, matrices: Sequence[Matrix]) -> None:
-        for matrix in matrices:
-            expert = [*self._layer.gate, *self._layer.up, *self._layer.down].index(matrix) % self._layer.experts
-            refuse_non_finite(matrix.tensor, matrix.read(self._tensors), f"expert {expert}, ")
-
-
-@dataclass(frozen=True)
-class _Matrices(Sequence[Tensor]):
-    """One matrix an expert, each read when it is asked for."""
-
-    matrices: tuple[Matrix, ...]
-    tensors: Mapping[str, Tensor]
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.matrices)
-
-    def __getitem__(self, expert):  # type: ignore[no-untyped-def]
-        return self.matrices[expert].read(self.tensors).to(self.device)
 
 
 def refuse_non_finite(name: str, tensor: Tensor, where: str = "") -> None:
@@ -113,11 +109,15 @@ def refuse_non_finite(name: str, tensor: Tensor, where: str = "") -> None:
     )
 
 
+def _column_norms(down: Tensor) -> Tensor:
+    """(H, I) -> (I,) float32, row by row: a column at a time would read one number of each cache line."""
+    return down.float().square_().sum(dim=0).sqrt_()
+
+
 def _half(values: Tensor, name: str) -> Tensor:
-    """FP16 of `values`. SourceError where one is too large for it."""
+    """FP16 of `values`. SourceError where one is too large for it, or not finite."""
     half = values.to(torch.float16)
     if not bool(torch.isfinite(half).all()):
-        raise SourceError(
-            f"{name} does not fit FP16: {float(values.abs().max()):.3g}", "these weights are far out of range"
-        )
+        largest = float(values.abs().max())
+        raise SourceError(f"{name} does not fit FP16: {largest:.3g}", "these weights are far out of range")
     return half

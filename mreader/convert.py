@@ -5,10 +5,8 @@ that it was made from, its journal line; then copied files, index, source record
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -17,12 +15,11 @@ from typing import Any
 
 import torch
 
-from mreader.augment import LayerAugmenter, refuse_non_finite
-from mreader.background import BackgroundWriter
+from mreader.augment import experts_side_by_side
 from mreader.errors import SourceError, UsageError
-from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import (
     DEFAULT_OPTIONS,
+    FORMAT_VERSION,
     MANIFEST,
     SOURCE,
     WORK_FOLDER,
@@ -31,20 +28,24 @@ from mreader.formats.augmented import (
     shard_index,
 )
 from mreader.formats.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint, remote_checkpoint
-from mreader.formats.safetensors_file import (
-    HashingFile,
-    LazyTensors,
-    as_bytes,
-    data_order,
-    encode_header,
-    sha256_file,
-)
+from mreader.formats.safetensors_file import HashingFile
+from mreader.hashing import BackgroundHashes, changed_files
 from mreader.journal import FileRecord, Journal, refuse_other_request
-from mreader.output import CARD, locked, os_errors_of, refuse_foreign, remove_conversion, require_space
-from mreader.plan import MAX_SHARD_BYTES, SHARD_METADATA, Plan, Shard, make_plan
+from mreader.output import (
+    CARD,
+    claimed,
+    os_errors_of,
+    read_finished,
+    refuse_foreign,
+    refuse_overlap,
+    remove_conversion,
+    require_space,
+)
+from mreader.plan import MAX_SHARD_BYTES, Plan, make_plan
 from mreader.progress import Progress
+from mreader.shards import ShardWriter
 
-_HASH_THREADS = 8
+_RECORDS = (INDEX, SOURCE, CONFIG, MANIFEST)  # in this order: what makes the folder a checkpoint comes last
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ def plan_conversion(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Plan:
     """What `convert` would write, from headers alone: nothing is downloaded but headers, nothing is written."""
-    if Path(source).exists() or not is_repo_id(str(source)):
-        return make_plan(open_checkpoint(Path(source)), options, max_shard_bytes)
+    if not _is_remote(source):
+        return _plan(open_checkpoint(Path(source)), options, max_shard_bytes)
     from mreader.hub import remote_headers
 
     remote = remote_headers(str(source), revision=revision, token=token)
-    return make_plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
+    return _plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
 
 
 def convert(
@@ -96,14 +97,14 @@ def convert(
     Raises SourceError, UnsupportedError, UsageError or NoSpaceError before anything is written where the source or the
     request is at fault; errors in the middle leave the journal and the finished shards to resume from.
     """
-    progress = progress or Progress()
+    progress, out = progress or Progress(), Path(out)
     chosen = pick_device(device)
-    folder, origin = _fetch(source, Path(out), revision, token, options, max_shard_bytes)
-    plan = make_plan(open_checkpoint(folder), options, max_shard_bytes)
-    request = _request(plan, origin, chosen, max_shard_bytes)
-    out = Path(out)
-    _refuse_overlap(folder, out)
     with os_errors_of(out):
+        refuse_foreign(out)
+        folder, origin = _fetch(source, out, revision, token, options, max_shard_bytes)
+        refuse_overlap(folder, out)
+        plan = _plan(open_checkpoint(folder), options, max_shard_bytes)
+        request = _request(plan, origin, chosen, max_shard_bytes)
         _Conversion(plan, out, request, chosen, progress).run(overwrite)
     return plan
 
@@ -131,29 +132,46 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def _is_remote(source: str | Path) -> bool:
+    return is_repo_id(str(source)) and not Path(source).exists()
+
+
+def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int) -> Plan:
+    """`make_plan`, and what it leaves to be found in the middle of the work."""
+    plan = make_plan(source, options, max_shard_bytes)
+    for name in (MANIFEST, SOURCE):
+        if name in source.files:
+            raise SourceError(
+                f"{name} lies in the source, whose config.json is not that of an augmented checkpoint",
+                "remove it, or restore the source with `mreader restore`",
+            )
+    for layer in plan.architecture.layers:
+        limit = min(layer.hidden, layer.experts * layer.channels)
+        if options.rank > limit:
+            raise UsageError(f"rank is {options.rank}, and layer {layer.number} allows 0 to {limit}", "lower --rank")
+    return plan
+
+
 def _fetch(
     source: str | Path, out: Path, revision: str | None, token: str | None, options: FormatOptions, max_shard_bytes: int
 ) -> tuple[Path, Origin]:
     """The folder of `source`. A Hub id is planned from its headers first, so that no download is wasted."""
-    if Path(source).exists() or not is_repo_id(str(source)):
+    if not _is_remote(source):
         if revision is not None:
             raise UsageError("--revision is for a Hub id, and the source is a folder", "leave --revision out")
         return Path(source), Origin()
     from mreader.hub import fetch_snapshot, remote_headers
 
-    remote = remote_headers(str(source), revision=revision, token=token)
-    plan = make_plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
-    refuse_foreign(out)
-    require_space(out, plan, 0)
-    return fetch_snapshot(str(source), revision=remote.commit, token=token), Origin(str(source), remote.commit)
-
-
-def _refuse_overlap(folder: Path, out: Path) -> None:
-    inner, outer = folder.resolve(), out.resolve()
-    if inner == outer:
-        raise UsageError("SOURCE and OUT are the same folder", "name another folder for the result")
-    if outer.is_relative_to(inner) or inner.is_relative_to(outer):
-        raise UsageError("one of SOURCE and OUT lies inside the other", "name a folder beside the source")
+    try:
+        remote = remote_headers(str(source), revision=revision, token=token)
+    except SourceError:
+        # Where only the network is at fault, this finds what an earlier run left in the cache, or says what is wrong.
+        folder = fetch_snapshot(str(source), revision=revision, token=token)
+    else:
+        plan = _plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
+        require_space(out, plan)
+        folder = fetch_snapshot(str(source), revision=revision, token=token)
+    return folder, Origin(str(source), folder.name)
 
 
 def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:
@@ -180,64 +198,80 @@ class _Conversion:
     def __init__(
         self, plan: Plan, out: Path, request: dict[str, Any], device: torch.device, progress: Progress
     ) -> None:
-        self._plan, self._out, self._request = plan, out, request
-        self._device, self._progress = device, progress
-        self._work = out / WORK_FOLDER
-
-    @property
-    def _source(self) -> Checkpoint:
-        return self._plan.source
-
-    @property
-    def _queued_bytes(self) -> int:
-        """What may wait to be written: one layer, most of it views of the mapped source."""
-        return max(
-            sum(self._source.spec(name).nbytes for name in layer.tensors) for layer in self._plan.architecture.layers
-        )
+        self._plan, self._out, self._request, self._progress = plan, out, request, progress
+        self._source, self._device = plan.source, device
 
     def run(self, overwrite: bool) -> None:
-        refuse_foreign(self._out)
-        if overwrite:
-            remove_conversion(self._out)
-        elif self._is_complete():
-            self._progress.note(f"{self._out} is complete already")
-            return
-        journal = Journal.load(self._work)
-        if journal is not None:
-            refuse_other_request(journal.request, self._request, self._out)
-            self._forget_damaged(journal)
-        done = sum(record.bytes for record in journal.shards.values()) if journal else 0
-        require_space(self._out, self._plan, done)
-        created = [path for path in (self._out, *self._out.parents) if not path.exists()]
-        self._work.mkdir(parents=True, exist_ok=True)
-        with locked(self._work):
-            journal = journal or Journal.create(self._work, self._request)
+        require_space(self._out, self._plan)
+        with claimed(self._out) as work:
+            if overwrite:
+                remove_conversion(self._out)
+            journal = self._reopened(work) or self._resumed(work) or Journal.create(work, self._request)
             try:
-                self._write(journal)
+                if (self._out / MANIFEST).exists():
+                    self._progress.note(f"{self._out} is complete already")
+                else:
+                    self._write_shards(journal, work)
+                    self._finish(journal, work)
             except Exception:
-                if not journal.shards:
-                    self._remove_traces(created)
+                if self._is_empty():
+                    journal.discard()
                 raise
+            shutil.rmtree(work, ignore_errors=True)  # another run may be waiting for the lock in it
 
-    def _is_complete(self) -> bool:
-        """Whether OUT holds this very conversion, finished. UsageError where it holds another one."""
-        manifest = self._out / MANIFEST
-        if not manifest.exists():
-            return False
-        found = json.loads(manifest.read_text())
-        recorded = {key: found[key] for key in ("options", "versions")}
-        refuse_other_request(recorded, {key: self._request[key] for key in recorded}, self._out)
-        hashes = {name: entry["sha256"] for name, entry in found["source"]["files"].items()}
-        refuse_other_request({"source": hashes}, {"source": self._hash_everything()}, self._out)
-        shutil.rmtree(self._work, ignore_errors=True)
-        return True
+    def _is_empty(self) -> bool:
+        return all(path.name == WORK_FOLDER for path in self._out.iterdir())
 
-    def _hash_everything(self) -> dict[str, str]:
-        names = self._source_files()
-        self._progress.begin("checking the source", sum(names.values()))
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:
-            hashes = pool.map(lambda name: sha256_file(self._source.path / name, self._progress.advance), names)
-            return dict(zip(names, hashes, strict=True))
+    def _reopened(self, work: Path) -> Journal | None:
+        """The journal of a conversion that is complete; what is damaged in it is forgotten, and so is the manifest."""
+        finished = read_finished(self._out)
+        if finished is None:
+            return None
+        refuse_other_request(finished.request, {key: self._request[key] for key in finished.request}, self._out)
+        self._refuse_changed_source(finished.sources, complete=True)
+        damaged = self._damaged(finished.files)
+        names = {shard.name for shard in self._plan.shards}
+        shards = {name: finished.files[name] for name in names & finished.files.keys() - damaged}
+        journal = Journal.create(work, self._request, finished.sources, shards)
+        if damaged:
+            self._remove_records()
+        return journal
+
+    def _resumed(self, work: Path) -> Journal | None:
+        """The journal of a conversion that was interrupted; shards that are damaged are forgotten."""
+        journal = Journal.load(work)
+        if journal is None:
+            return None
+        refuse_other_request(journal.request, self._request, self._out)
+        self._refuse_changed_source(journal.sources, complete=False)
+        for name in self._damaged(journal.shards):
+            del journal.shards[name]
+        self._remove_records()
+        return journal
+
+    def _refuse_changed_source(self, recorded: dict[str, FileRecord], complete: bool) -> None:
+        present = self._source_files()
+        differing = {name for name in recorded if name not in present}
+        if complete:
+            differing |= present.keys() - recorded.keys()
+        self._progress.begin("checking the source", sum(present.get(name, 0) for name in recorded))
+        records = {self._source.path / name: record for name, record in recorded.items() if name not in differing}
+        for path, _ in changed_files(records, self._progress.advance):
+            differing.add(path.relative_to(self._source.path).as_posix())
+        if differing:
+            raise UsageError(
+                f"{min(differing)} of the source has changed since the conversion into {self._out} began",
+                "use --overwrite to start again",
+            )
+
+    def _damaged(self, recorded: dict[str, FileRecord]) -> set[str]:
+        """The names of written files that are missing or not as recorded; what there was of them is removed."""
+        self._progress.begin("checking what is finished", sum(record.bytes for record in recorded.values()))
+        faults = changed_files({self._out / name: record for name, record in recorded.items()}, self._progress.advance)
+        for path, fault in faults:
+            self._progress.note(f"{path} {fault}: writing it again")
+            path.unlink(missing_ok=True)
+        return {path.relative_to(self._out).as_posix() for path, _ in faults}
 
     def _source_files(self) -> dict[str, int]:
         """Every source file that ends up in the result, in one form or another -> size."""
@@ -248,152 +282,69 @@ class _Conversion:
             **source.files,
         }
 
-    def _forget_damaged(self, journal: Journal) -> None:
-        """Compare the journal with what is there: a changed source is refused, a damaged shard written again."""
-        records = {self._source.path / name: record for name, record in journal.sources.items()}
-        records |= {self._out / name: record for name, record in journal.shards.items()}
-        self._progress.begin("checking what is finished", sum(record.bytes for record in records.values()))
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:
-            good = dict(zip(records, pool.map(self._is_unchanged, records.items()), strict=True))
-        for name in journal.sources:
-            if not good[self._source.path / name]:
-                raise UsageError(
-                    f"{name} of the source has changed since the conversion into {self._out} began",
-                    "use --overwrite to start again",
-                )
-        journal.shards = {name: record for name, record in journal.shards.items() if good[self._out / name]}
-
-    def _is_unchanged(self, item: tuple[Path, FileRecord]) -> bool:
-        path, record = item
-        if not path.exists() or path.stat().st_size != record.bytes:
-            return False
-        return sha256_file(path, self._progress.advance) == record.sha256
-
-    def _write(self, journal: Journal) -> None:
+    def _write_shards(self, journal: Journal, work: Path) -> None:
         todo = [shard for shard in self._plan.shards if shard.name not in journal.shards]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
-        with _SourceHashes(self._source.path, self._source_files(), journal.sources) as hashes:
+        unknown = {name: size for name, size in self._source_files().items() if name not in journal.sources}
+        with BackgroundHashes(self._source.path, unknown) as hashes, experts_side_by_side() as pool:
+            writer = ShardWriter(self._plan, self._device, pool, self._progress)
             for shard in todo:
-                record = self._write_shard(shard)
-                for name in self._origins(shard):
+                record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name)
+                for name in writer.origins(shard):
                     if name not in journal.sources:
                         journal.finish_source(name, hashes[name])
                 journal.finish_shard(shard.name, record)
-            for name in self._source_files():
+            for name in unknown:
                 if name not in journal.sources:
                     journal.finish_source(name, hashes[name])
-        self._finish(journal)
 
-    def _origins(self, shard: Shard) -> list[str]:
-        """The source files that `shard` was made from."""
-        tensors = [name for layer, _ in self._layers_of(shard).values() for name in layer.tensors]
-        tensors += [name for name in shard.tensors if name in self._source.where]
-        return list(dict.fromkeys(self._source.where[name] for name in tensors))
-
-    def _layers_of(self, shard: Shard) -> dict[str, tuple[RoutedLayer, str]]:
-        """Tensor of an augmented layer -> (layer, its name below the experts' prefix)."""
-        layers = {layer.prefix: layer for layer in self._plan.architecture.layers}
-        split = {name: name.rpartition(".") for name in shard.tensors}
-        return {name: (layers[prefix], part) for name, (prefix, _, part) in split.items() if prefix in layers}
-
-    def _write_shard(self, shard: Shard) -> FileRecord:
-        layers = self._layers_of(shard)
-        with HashingFile(self._work / f"{shard.name}.part", self._out / shard.name) as file:
-            with BackgroundWriter(file, self._queued_bytes, self._progress.advance) as writer:
-                writer.put(encode_header(shard.tensors, SHARD_METADATA))
-                for run in _runs(data_order(shard.tensors), layers):
-                    self._write_run(writer, run, layers)
-            return FileRecord(*file.commit())
-
-    def _write_run(self, writer: BackgroundWriter, run: list[str], layers: dict[str, tuple[RoutedLayer, str]]) -> None:
-        """Tensors that follow each other and belong to one layer, or one copied tensor."""
-        with LazyTensors(self._source.path, self._source.where) as tensors:
-            if run[0] not in layers:
-                refuse_non_finite(run[0], tensors[run[0]])
-                writer.put(as_bytes(tensors[run[0]]))
-                return
-            layer = layers[run[0]][0]
-            self._progress.layer(layer.ordinal + 1, len(self._plan.architecture.layers))
-            augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device)
-            for name in run:
-                for piece in augmenter.pieces(layers[name][1]):
-                    writer.put(as_bytes(piece))
-
-    def _finish(self, journal: Journal) -> None:
+    def _finish(self, journal: Journal, work: Path) -> None:
         files = dict(journal.shards)
-        for name, size in self._source.files.items():
-            files[name] = self._copy(name, size, journal.sources[name])
-        for name, value in self._records():
-            files[name] = self._write_json(name, value)
-        manifest = {
-            "format_version": self._plan.options.config_entry()["format_version"],
-            **{key: self._request[key] for key in ("options", "versions")},
-            "source": {
-                **{key: self._request["source"][key] for key in ("repo", "revision")},
-                "files": {name: journal.sources[name].entry() for name in sorted(journal.sources)},
-            },
-            "files": {name: files[name].entry() for name in sorted(files) if name != CARD},
-        }
-        self._write_json(MANIFEST, manifest)
-        shutil.rmtree(self._work)
+        for name in self._source.files:
+            files[name] = self._copy(name, journal.sources[name], work)
+        try:
+            for name, value in self._records(journal, files):
+                files[name] = _write_json(value, work / "json.part", self._out / name)
+        except Exception:
+            self._remove_records()
+            raise
 
-    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _records(self, journal: Journal, files: dict[str, FileRecord]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Index, source record, config and manifest; `files` is looked at when the manifest is made."""
         if len(self._plan.shards) > 1:
             yield INDEX, shard_index({shard.name: shard.tensors for shard in self._plan.shards})
         yield SOURCE, record_source(self._source)
         yield CONFIG, {**self._source.config, "quantization_config": self._plan.options.config_entry()}
+        yield (
+            MANIFEST,
+            {
+                "format_version": FORMAT_VERSION,
+                **{key: self._request[key] for key in ("options", "versions")},
+                "source": {
+                    **{key: self._request["source"][key] for key in ("repo", "revision")},
+                    "files": {name: journal.sources[name].entry() for name in sorted(journal.sources)},
+                },
+                "files": {name: files[name].entry() for name in sorted(files) if name != CARD},
+            },
+        )
 
-    def _copy(self, name: str, size: int, expected: FileRecord) -> FileRecord:
+    def _remove_records(self) -> None:
+        """A folder that is not whole must not look like a checkpoint."""
+        for name in reversed(_RECORDS):
+            (self._out / name).unlink(missing_ok=True)
+
+    def _copy(self, name: str, expected: FileRecord, work: Path) -> FileRecord:
         target = self._out / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with HashingFile(self._work / "copy.part", target) as file, (self._source.path / name).open("rb") as original:
+        with HashingFile(work / "copy.part", target) as file, (self._source.path / name).open("rb") as original:
             while data := original.read(1 << 22):
                 file.write(data)
-            if file.record() != (expected.sha256, size):
+            if FileRecord(*file.record()) != expected:
                 raise SourceError(f"{name} changed while it was copied", "leave the source alone while it is converted")
             return FileRecord(*file.commit())
 
-    def _write_json(self, name: str, value: dict[str, Any]) -> FileRecord:
-        with HashingFile(self._work / "json.part", self._out / name) as file:
-            file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
-            return FileRecord(*file.commit())
 
-    def _remove_traces(self, created: list[Path]) -> None:
-        """Nothing is finished: leave no more behind than there was before."""
-        shutil.rmtree(self._work, ignore_errors=True)
-        for path in created:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-
-
-def _runs(names: list[str], layers: dict[str, tuple[RoutedLayer, str]]) -> Iterator[list[str]]:
-    """`names` cut where the layer changes; copied tensors stand alone."""
-    run: list[str] = []
-    for name in names:
-        if run and (name not in layers or run[0] not in layers or layers[name][0] is not layers[run[0]][0]):
-            yield run
-            run = []
-        run.append(name)
-    if run:
-        yield run
-
-
-class _SourceHashes:
-    """sha256 of source files, computed in the background; `hashes[name]` waits for it."""
-
-    def __init__(self, folder: Path, files: dict[str, int], known: dict[str, FileRecord]) -> None:
-        self._pool = ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1))
-        self._records: dict[str, Future[FileRecord]] = {
-            name: self._pool.submit(lambda n, s: FileRecord(sha256_file(folder / n), s), name, size)
-            for name, size in files.items()
-            if name not in known
-        }
-
-    def __enter__(self) -> "_SourceHashes":
-        return self
-
-    def __getitem__(self, name: str) -> FileRecord:
-        return self._records[name].result()
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+def _write_json(value: dict[str, Any], scratch: Path, target: Path) -> FileRecord:
+    with HashingFile(scratch, target) as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+        return FileRecord(*file.commit())

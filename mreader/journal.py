@@ -55,7 +55,7 @@ class Journal:
         """A new journal in `folder`, of work that is partly done where `sources` and `shards` are given."""
         journal = cls(folder / JOURNAL, request)
         journal.sources, journal.shards = dict(sources or {}), dict(shards or {})
-        lines = [{"request": journal.request}]
+        lines: list[dict[str, Any]] = [{"request": journal.request}]
         lines += [{"source": name, **record.entry()} for name, record in journal.sources.items()]
         lines += [{"shard": name, **record.entry()} for name, record in journal.shards.items()]
         part = folder / f"{JOURNAL}.part"

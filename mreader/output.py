@@ -95,8 +95,9 @@ def remove_conversion(out: Path) -> None:
     names = _own_names(out)
     for name in (CONFIG, INDEX, SOURCE, *sorted(names), MANIFEST):
         (out / name).unlink(missing_ok=True)
-    for folder in sorted({parent for name in names for parent in (out / name).parents if out in parent.parents}):
-        _remove_if_empty(folder)
+    folders = {parent for name in names for parent in (out / name).parents if out in parent.parents}
+    for folder in sorted(folders, reverse=True):  # the inner ones first
+        remove_if_empty(folder)
     for path in (out / WORK_FOLDER).glob("*.part"):
         path.unlink()
     (out / WORK_FOLDER / JOURNAL).unlink(missing_ok=True)
@@ -113,7 +114,7 @@ def _own_names(out: Path) -> set[str]:
     return names
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
@@ -176,7 +177,7 @@ def claimed(out: Path) -> Iterator[Path]:
 
 def _remove_created(created: list[Path]) -> None:
     for path in created:
-        _remove_if_empty(path)
+        remove_if_empty(path)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from pathlib import Path
 from torch import Tensor
 
 from mreader.errors import UsageError, VerifyError
-from mreader.formats.architectures import Matrix, RoutedLayer
-from mreader.formats.augmented import Augmented, open_augmented
+from mreader.formats.architectures import RoutedLayer
+from mreader.formats.augmented import Augmented
 from mreader.formats.safetensors_file import HashingFile, LazyTensors, as_bytes
-from mreader.output import CARD, os_errors_of, require_space_for
+from mreader.native import native_matrix, open_to_verify, source_pieces
+from mreader.output import CARD, os_errors_of, refuse_overlap, remove_if_empty, require_space_for
 from mreader.progress import Progress
 
 _WORK_FOLDER = ".mreader-restore"
@@ -24,53 +25,52 @@ def restore(out: str | Path, destination: str | Path, *, progress: Progress | No
 
     Raises VerifyError where a file would differ from the source's, UsageError where `destination` is in use.
     """
-    progress = progress or Progress()
-    augmented, destination = open_augmented(Path(out)), Path(destination)
+    progress, destination = progress or Progress(), Path(destination)
+    augmented = open_to_verify(Path(out))
+    refuse_overlap(augmented.folder, destination)
     _refuse_used(destination)
     with os_errors_of(destination):
         sizes = {name: int(entry["bytes"]) for name, entry in augmented.manifest["source"]["files"].items()}
         require_space_for(destination, sum(sizes.values()))
         progress.begin("restoring", sum(sizes.values()))
-        work = destination / _WORK_FOLDER
-        work.mkdir(parents=True, exist_ok=True)
-        left_out = [name for name in augmented.source.files if not _copy(augmented, name, destination, progress)]
-        for name in augmented.source.headers:
-            _restore_shard(augmented, name, destination, progress)
-        for name, text in sorted(augmented.source.texts.items(), reverse=True):  # config.json last
-            with HashingFile(work / "part", destination / name) as file:
-                file.write(text.encode())
-                _commit(augmented, name, file)
-            progress.advance(sizes[name])
-        shutil.rmtree(work)
+        created = [path for path in (destination, *destination.parents) if not path.exists()]
+        try:
+            (destination / _WORK_FOLDER).mkdir(parents=True, exist_ok=True)
+            left_out = _restore_files(augmented, destination, progress)
+        except Exception:
+            _remove(destination, [*sizes], created)
+            raise
+        shutil.rmtree(destination / _WORK_FOLDER)
     return left_out
 
 
-def source_pieces(layers: tuple[RoutedLayer, ...]) -> dict[str, list[tuple[RoutedLayer, str, int]]]:
-    """Source tensor -> the matrices that it is made of, in its order: (layer, "gate", "up" or "down", expert)."""
-    placed: dict[str, list[tuple[int, int, RoutedLayer, str, int]]] = {}
-    for layer in layers:
-        for kind, matrices in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
-            for expert, matrix in enumerate(matrices):
-                placed.setdefault(matrix.tensor, []).append(_place(matrix, layer, kind, expert))
-    return {
-        name: [piece[2:] for piece in sorted(pieces, key=lambda piece: piece[:2])] for name, pieces in placed.items()
-    }
+def _restore_files(augmented: Augmented, destination: Path, progress: Progress) -> list[str]:
+    left_out = [name for name in augmented.source.files if not _copy(augmented, name, destination, progress)]
+    for name in augmented.source.headers:
+        _restore_shard(augmented, name, destination, progress)
+    for name, text in sorted(augmented.source.texts.items(), reverse=True):  # config.json last
+        with HashingFile(destination / _WORK_FOLDER / "part", destination / name) as file:
+            file.write(text.encode())
+            _commit(augmented, name, file)
+        progress.advance(len(text.encode()))
+    return left_out
 
 
-def _place(matrix: Matrix, layer: RoutedLayer, kind: str, expert: int) -> tuple[int, int, RoutedLayer, str, int]:
-    return matrix.expert or 0, matrix.first, layer, kind, expert
-
-
-def native_matrix(tensors: LazyTensors, layer: RoutedLayer, kind: str, expert: int) -> Tensor:
-    """One expert's matrix in the source's orientation: gate, up (I, H); down (H, I)."""
-    if kind == "down":
-        return tensors[f"{layer.prefix}.down_proj"][expert].T
-    return tensors[f"{layer.prefix}.gate_up_proj"][expert][("gate", "up").index(kind)]
+def _remove(destination: Path, names: list[str], created: list[Path]) -> None:
+    """Remove a restore that failed: nothing of it could be used by another one."""
+    shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
+    folders = set()
+    for name in names:
+        (destination / name).unlink(missing_ok=True)
+        folders |= {parent for parent in (destination / name).parents if destination in parent.parents}
+    for folder in (*sorted(folders, reverse=True), *created):
+        remove_if_empty(folder)
 
 
 def _restore_shard(augmented: Augmented, name: str, destination: Path, progress: Progress) -> None:
     header = augmented.source.headers[name]
     pieces = source_pieces(augmented.architecture.layers)
+    (destination / name).parent.mkdir(parents=True, exist_ok=True)
     with HashingFile(destination / _WORK_FOLDER / "part", destination / name) as file:
         file.write(len(header.text).to_bytes(8, "little") + header.text)
         for tensor in header.tensors:

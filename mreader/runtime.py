@@ -1,6 +1,6 @@
 """Augmented checkpoints in transformers: loading, and decode steps through the reader.
 
-`import mreader` registers a quantizer, chosen by `quantization_config` of config.json, and an experts implementation.
+`import mreader` registers a quantizer (quantizer.py), chosen by `quantization_config` of config.json.
 `AutoModelForCausalLM.from_pretrained` and `model.generate` then work as always: prefill stays dense, on the same
 weights, and a step of query length 1 on a cache reads only the channels that matter.
 """
@@ -8,7 +8,6 @@ weights, and a step of query length 1 on a cache reads only the channels that ma
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert, r stored rank
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,19 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mreader.activations import get_activation
 from mreader.budget import BlockShape, Budget, Reads, count_reads
 from mreader.errors import SourceError, UsageError
 from mreader.formats.architectures import routing
-from mreader.formats.augmented import METHOD, FormatOptions, open_augmented, parse_config_entry, tensor_specs
+from mreader.formats.augmented import METHOD, FormatOptions, open_augmented, tensor_specs
 from mreader.formats.safetensors_file import TORCH_DTYPES, read_header
 from mreader.reader import ExpertLayer, ReadSettings, read
-
-logger = logging.getLogger(__name__)
 
 Mode = Literal["decode", "always", "never"]
 
@@ -75,73 +69,54 @@ class RoutedExpertsSketch(nn.Module):
         return self
 
 
-class MreaderConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """`quantization_config` of an augmented checkpoint."""
+@dataclass(frozen=True)
+class Expected:
+    """What a model must hold once its checkpoint is loaded.
 
-    def __init__(self, **entry: Any) -> None:
-        self.quant_method = METHOD
-        self.options = parse_config_entry({**entry, "quant_method": METHOD})
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.options.config_entry()
-
-
-class MreaderQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Loads the tensors of an augmented checkpoint into a stock model.
-
-    The experts keep their stock parameters, stored in the format's shapes: `gate_up_proj` (E, 2, I, H) becomes the view
-    (E, 2I, H), and `down_proj` (E, I, H) the transposed view (E, H, I), so every dense implementation runs on them.
+    tensors:      name -> shape and dtype
+    element_size: bytes of a routed expert's weight as stored: reads are the checkpoint's, whatever dtype it runs in
     """
 
-    requires_calibration = False
-    is_trainable = False
-
-    def is_serializable(self) -> bool:
-        logger.warning(
-            "An augmented checkpoint is saved by copying its folder; `mreader restore` gives its source back."
-        )
-        return False
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        files = kwargs.get("checkpoint_files")
-        if not files:
-            raise UsageError("an augmented checkpoint is loaded from files", "name its folder or its Hub id")
-        options: FormatOptions = self.quantization_config.options
-        experts = dict(_experts_modules(model))
-        for module in experts.values():
-            _expect_format(module, options)
-        if not experts:
-            raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
-        self._expected = {name: (p.shape, p.dtype) for name, p in model.state_dict().items()}
-        self._element_size = _stored_element_size([Path(file) for file in files])
-        _raise_on_missing_tensors(model)
-
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        for name, parameter in model.state_dict(keep_vars=True).items():
-            shape, dtype = self._expected[name]
-            if parameter.shape != shape:
-                raise SourceError(f"tensor {name} is {list(parameter.shape)}, the model says {list(shape)}")
-            # transformers 5.17 skips the requested dtype for tensors that it renames
-            parameter.data = parameter.data.to(dtype)
-        experts = [module for _, module in _experts_modules(model)]
-        options: FormatOptions = self.quantization_config.options
-        runtime = _make_runtime(model, experts[0], options, self._element_size)
-        dense = model.config.get_text_config()._experts_implementation
-        for module in experts:
-            _view_as_stock(module, options)
-            module.mreader, module.mreader_dense = runtime, dense
-        model.set_experts_implementation(METHOD)
-        _watch_decoding(model, runtime)
-        model.mreader = runtime
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]
+    element_size: int
 
 
-def register() -> None:
-    """Tell transformers of augmented checkpoints. May be called again."""
-    if METHOD in ALL_EXPERTS_FUNCTIONS:
-        return
-    register_quantization_config(METHOD)(MreaderConfig)
-    register_quantizer(METHOD)(MreaderQuantizer)
-    ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
+def expect_format(model: PreTrainedModel, options: FormatOptions, files: list[Path]) -> Expected:
+    """Give the routed experts of an empty model parameters in the format's shapes and dtypes, on the meta device."""
+    experts = [module for _, module in _experts_modules(model)]
+    if not experts:
+        raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
+    for module in experts:
+        _expect_layer(module, options)
+    _raise_on_missing_tensors(model)
+    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    return Expected(tensors, _stored_element_size(files))
+
+
+def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -> None:
+    """Make a loaded model read sparsely.
+
+    The experts keep their stock parameters: `gate_up_proj` (E, 2, I, H) becomes the view (E, 2I, H), `down_proj`
+    (E, I, H) the transposed view (E, H, I), so every dense implementation of transformers runs on the stored weights.
+    """
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        shape, dtype = expected.tensors[name]
+        if parameter.shape != shape:
+            raise SourceError(
+                f"tensor {name} is {list(parameter.shape)}, not {list(shape)}", "convert the source again"
+            )
+        # transformers 5.17 skips the requested dtype for tensors that it renames
+        parameter.data = parameter.data.to(dtype)
+    runtime = _make_runtime(model, options, expected.element_size)
+    dense = model.config.get_text_config()._experts_implementation
+    for _, module in _experts_modules(model):
+        _view_as_stock(module, options)
+        module.mreader, module.mreader_dense = runtime, dense
+    if METHOD not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
+    model.set_experts_implementation(METHOD)
+    _watch_decoding(model, runtime)
+    model.mreader = runtime
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -235,7 +210,7 @@ def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _expect_format(module: Any, options: FormatOptions) -> None:
+def _expect_layer(module: Any, options: FormatOptions) -> None:
     """Parameters on the meta device, in the shapes and dtypes that the format stores."""
     E, H, I = module.down_proj.shape
     dtype = module.down_proj.dtype
@@ -274,18 +249,19 @@ def _layer_of(module: Any, runtime: Runtime) -> ExpertLayer:
     )
 
 
-def _make_runtime(model: PreTrainedModel, experts: Any, options: FormatOptions, element_size: int) -> Runtime:
-    _, _, I, H = experts.gate_up_proj.shape
+def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: int) -> Runtime:
+    experts = [module for _, module in _experts_modules(model)]
+    _, _, I, H = experts[0].gate_up_proj.shape
     routed, activation = routing(model.config.to_dict())
-    for _, module in _experts_modules(model):
+    for module in experts:
         module.mreader_activation = get_activation(activation)
     shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size)
     budget = Budget(options.channels, None, options.coordinates, options.score, options.rank)
-    return Runtime(shape, len(list(_experts_modules(model))), budget, budget.resolve(shape))
+    return Runtime(shape, len(experts), budget, budget.resolve(shape))
 
 
 def _stored_element_size(files: list[Path]) -> int:
-    """Bytes of a routed expert's weight as stored: reads are the checkpoint's, whatever dtype it is loaded in."""
+    """Bytes of a routed expert's weight, from the first shard that holds one."""
     for file in files:
         for name, spec in read_header(file).tensors.items():
             if name.endswith("experts.down_proj"):

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test asks the real Hub. Modules that start a Hub of their own (tests/hub_server.py) are online, with that one."""
+    """No test asks the real Hub; modules that start one of their own (tests/hub_server.py) are online, with that."""
     if hasattr(request.module, "HubServer"):
         return
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

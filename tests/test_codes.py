@@ -149,12 +149,21 @@ def test_scales_too_small_for_fp16_become_zero_and_the_error_says_so(code: Code)
 
 
 @BOTH
-@pytest.mark.parametrize("bad", [1e6, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("bad", [1e6, 1e30])
 def test_scales_too_large_for_fp16_are_refused(code: Code, bad: float) -> None:
     weights = torch.zeros(4, BLOCK)
     weights[2] = bad
     with pytest.raises(UnsupportedError, match="FP16"):
         code.fit(weights)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_weights_that_are_not_finite_show_in_the_error_of_their_block_alone(code: Code, bad: float) -> None:
+    weights = draw("gauss", 4)
+    weights[2, 5] = bad
+    _, _, errors = code.fit(weights)
+    assert torch.isfinite(errors).tolist() == [True, True, False, True]
 
 
 @BOTH

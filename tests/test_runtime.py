@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, EXPERTS, HIDDEN, LAYERS, ROUTED, VOCABULARY, save_tiny
+from checkpoints import ARCHITECTURES, CHANNELS, EXPERTS, HIDDEN, LAYERS, ROUTED, VOCABULARY, save_tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -121,6 +123,27 @@ def test_a_decode_step_reads_what_the_reader_says(olmoe: PreTrainedModel) -> Non
         with reader_mode(olmoe, "always"):
             expected = olmoe(TOKENS[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
     torch.testing.assert_close(step, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import mreader; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import mreader",
+        "import transformers; import mreader; from transformers import AutoModelForCausalLM",
+        "import transformers.quantizers.auto; import mreader; from transformers import AutoModelForCausalLM",
+        "import mreader.runtime; from transformers import AutoModelForCausalLM",
+    ],
+)
+def test_the_order_of_imports_does_not_matter(imports: str, converted: dict[str, tuple[Path, Path]]) -> None:
+    code = f"{imports}; print(AutoModelForCausalLM.from_pretrained({str(converted['olmoe'][1])!r}).mreader.settings.k)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{round(0.122 * ROUTED * CHANNELS)}\n", done.stderr
+
+
+def test_importing_it_does_not_import_transformers() -> None:
+    code = "import sys, mreader, mreader.cli.main; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_reader_mode_is_put_back(olmoe: PreTrainedModel) -> None:

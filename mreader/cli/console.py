@@ -25,7 +25,8 @@ from mreader.errors import MreaderError
 from mreader.progress import Progress
 
 DEBUG = "MREADER_DEBUG"
-out = Console(highlight=False, soft_wrap=True)
+# Where it is no terminal nobody can widen it: tables keep their columns
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

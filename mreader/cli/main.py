@@ -1,6 +1,5 @@
 """The `mreader` command."""
 
-import logging
 import warnings
 from importlib.metadata import version
 from typing import Annotated
@@ -47,7 +46,6 @@ def _options(
 def main() -> None:
     """Run the command line; every failure ends in one line of cause and one of what to do."""
     warnings.filterwarnings("ignore")  # of libraries, for developers
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         app()
     except Exception as error:

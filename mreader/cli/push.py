@@ -1,18 +1,19 @@
-"""mreader push-to-hub."""
+"""mreader push-to-hub. The Hub's client is imported by the command: it takes a while."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mreader.card import Budget, CardFacts, read_facts
 from mreader.cli.console import err, out, print_json, progress
 from mreader.cli.options import AugmentedPath, Json, Quiet, Token, Verbose, verbosity
-from mreader.hub import push_to_hub
 from mreader.inspection import inspect_checkpoint
 from mreader.progress import Progress
 from mreader.verify import verify
+
+if TYPE_CHECKING:
+    from mreader.card import CardFacts
 
 
 def push_command(
@@ -28,6 +29,12 @@ def push_command(
     verbose: Verbose = False,
 ) -> None:
     """Verify an augmented checkpoint and publish it with a model card. Run again, it resumes."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    from mreader.hub import push_to_hub
+
+    if quiet or not err.is_terminal:
+        disable_progress_bars()
     with progress(verbosity(quiet, verbose)) as bar:
         result = push_to_hub(
             path,
@@ -50,8 +57,10 @@ def push_command(
             err.print(note)
 
 
-def gather_facts(folder: Path, bar: Progress) -> CardFacts:
+def gather_facts(folder: Path, bar: Progress) -> "CardFacts":
     """What the card says: what the files hold, with the table of budgets and the quality of sketch and recovery map."""
+    from mreader.card import Budget, read_facts
+
     found = inspect_checkpoint(folder, progress=bar)
     budgets = [Budget(line.channels, line.k, line.candidates, line.reads) for line in found.budgets]
     return replace(read_facts(folder), budgets=budgets, sketch_error=found.sketch_error, energy_kept=found.energy)

@@ -1,13 +1,12 @@
-"""mreader generate and eval."""
+"""mreader generate and eval. What runs a model is imported by the command that runs it: it takes seconds."""
 
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
 from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
 from mreader.cli.options import (
     AugmentedPath,
@@ -23,9 +22,11 @@ from mreader.cli.options import (
     verbosity,
 )
 from mreader.errors import SourceError, UsageError
-from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
-from mreader.generate import Generation, Sampling, encode_prompt, generate
-from mreader.runtime import load, set_budget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mreader.generate import Generation
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -50,6 +51,9 @@ def generate_command(
     json: Json = False,
 ) -> None:
     """Continue a prompt, reading only the channels that matter."""
+    from mreader.generate import Sampling, encode_prompt, generate
+    from mreader.runtime import set_budget
+
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     text = prompt if prompt is not None else sys.stdin.read()
     model, tokenizer = _load(path, dtype, device)
@@ -83,6 +87,9 @@ def eval_command(
     verbose: Verbose = False,
 ) -> None:
     """Compare the reader with the dense model, every token of every window through both."""
+    from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
+    from mreader.runtime import set_budget
+
     if (tokens is None) == (text is None):
         raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
     model, tokenizer = _load(path, dtype, device)
@@ -105,7 +112,14 @@ def eval_command(
     )
 
 
-def _load(path: Path, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(path: Path, dtype: str, device: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from mreader.runtime import load
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()  # one bar is enough
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype}", f"choose one of {', '.join(_DTYPES)}")
     model = load(path, dtype=dtype, device=device)
@@ -121,7 +135,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print_stats(generation: Generation) -> None:
+def _print_stats(generation: "Generation") -> None:
     err.print(
         key_values(
             {

@@ -78,7 +78,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} {what}", "name a folder with config.json and safetensors, or a Hub id like org/name"
         )
     sizes = _files(folder)
-    checkpoint = assemble(folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name))
+    checkpoint = assemble(
+        folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name)
+    )
     for name, size in checkpoint.files.items():
         _refuse_pointer(folder, name, size)
     return checkpoint

@@ -68,7 +68,7 @@ def fit_ternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     indices: (..., B) uint8 - 0, 1, 2 for -1, 0, 1; the weights' strides
     scales:  (...,) float16 - s; 0 for a block of zeros and where s is less than half of FP16's least number
     errors:  (...,) bfloat16 - rho
-    Raises UnsupportedError where s exceeds FP16 or a weight is not finite.
+    A NaN or infinite weight makes the error of its block NaN. Raises UnsupportedError where s exceeds FP16.
     Source: reader.md, "Built once, offline", 2; Lloyd, "Least squares quantization in PCM", 1982.
     """
     magnitude = weights.abs()
@@ -88,7 +88,7 @@ def fit_ternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         threshold[hard] = exact
         kept[hard] = mask
         scale[hard] = (mask * chosen).sum(-1) / mask.sum(-1).clamp_min_(1.0)
-    scales = _stored_scales(scale, energy)
+    scales = _stored_scales(scale, energy, magnitude)
     errors = _mean_square(torch.mul(kept, scales.float().unsqueeze(-1), out=work).sub_(magnitude))
     border = threshold.unsqueeze(-1)
     torch.ge(weights, -border, out=kept)
@@ -115,7 +115,7 @@ def fit_quaternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = kept.sum(-1)
         total = torch.mul(kept, magnitude, out=work).sum(-1)
         scale = (half_total + total) / (quarter + 2 * count)
-    scales = _stored_scales(scale, energy)
+    scales = _stored_scales(scale, energy, magnitude)
     stored = scales.float().unsqueeze(-1)
     torch.gt(magnitude, stored, out=kept)
     errors = _mean_square(torch.mul(kept.add_(0.5), stored, out=work).sub_(magnitude))
@@ -141,12 +141,14 @@ def _best_ternary_scale(magnitude: Tensor) -> Tensor:
     return means.gather(-1, best).squeeze(-1)
 
 
-def _stored_scales(scale: Tensor, energy: Tensor) -> Tensor:
+def _stored_scales(scale: Tensor, energy: Tensor, magnitude: Tensor) -> Tensor:
     stored = scale.to(torch.float16)
     # One sum instead of two isfinite: any infinity or NaN shows in it, and finite scales keep it far below overflow.
-    if not math.isfinite(float(torch.sum(stored, dtype=torch.float32) + energy.sum())):
+    total = float(torch.sum(stored, dtype=torch.float32) + energy.sum())
+    # Weights that are not finite are the caller's to name: it knows the tensor, the expert and the row.
+    if not math.isfinite(total) and bool(torch.isfinite(magnitude).all()):
         raise UnsupportedError(
-            "a block of weights has a scale beyond FP16 (65504), or weights that are not finite",
+            f"a block of weights up to {float(magnitude.max()):.3g} has a scale beyond FP16 (65504)",
             "check the checkpoint: trained weights are far smaller",
         )
     return stored
