@@ -21,16 +21,18 @@ _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @contextmanager
-def experts_side_by_side() -> Iterator[Executor]:
+def experts_side_by_side(device: torch.device) -> Iterator[Executor]:
     """As many threads as torch would use, each for an expert of its own, and torch single-threaded within.
 
     An expert's tensors fit a core's cache: torch's own threads would spend their time waiting for each other there,
-    the more so beside threads that hash and write. Results do not depend on the number of threads.
+    the more so beside threads that hash and write. A GPU takes its work from one thread; more would only wait for the
+    interpreter lock. Results do not depend on the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        workers = threads if device.type == "cpu" else 1
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
     finally:
         torch.set_num_threads(threads)
@@ -58,8 +60,7 @@ class LayerAugmenter:
             for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
                 yield from (gate.read(self._tensors), up.read(self._tensors))
         elif part == "down_proj":
-            for down in self._layer.down:
-                yield down.read(self._tensors).T.contiguous()
+            yield from self._pool.map(lambda down: down.T.contiguous().cpu(), self._down)
         else:
             yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
 
@@ -83,15 +84,19 @@ class LayerAugmenter:
     @cached_property
     def recovery(self) -> dict[str, Tensor]:
         """down_norms ||d_j||, recovery_basis U, recovery_coeffs b_j = U^T d_j (SPEC.md)."""
-        down = [self._read(matrix) for matrix in self._layer.down]
-        norms = torch.stack(list(self._pool.map(_column_norms, down)))
-        basis = recovery_basis(down, self._options.rank, self._options.seed, self._pool.map)
-        coeffs = torch.stack(list(self._pool.map(lambda expert: recovery_coeffs(basis, expert), down)))
+        norms = torch.stack(list(self._pool.map(_column_norms, self._down)))
+        basis = recovery_basis(self._down, self._options.rank, self._options.seed, self._pool.map)
+        coeffs = torch.stack(list(self._pool.map(lambda expert: recovery_coeffs(basis, expert), self._down)))
         return {
             "down_norms": _half(norms, "down_norms"),
             "recovery_basis": _half(basis, "recovery_basis"),
             "recovery_coeffs": _half(coeffs, "recovery_coeffs"),
         }
+
+    @cached_property
+    def _down(self) -> list[Tensor]:
+        """The down projections (H, I): mapped, or on the device."""
+        return [self._read(matrix) for matrix in self._layer.down]
 
     def _read(self, matrix: Matrix) -> Tensor:
         return matrix.read(self._tensors).to(self._device)

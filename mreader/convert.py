@@ -34,6 +34,7 @@ from mreader.journal import FileRecord, Journal, refuse_other_request
 from mreader.output import (
     CARD,
     claimed,
+    make_folder,
     os_errors_of,
     read_finished,
     refuse_foreign,
@@ -217,7 +218,7 @@ class _Conversion:
                 if self._is_empty():
                     journal.discard()
                 raise
-            shutil.rmtree(work, ignore_errors=True)  # another run may be waiting for the lock in it
+            shutil.rmtree(work, ignore_errors=True)  # another run may be trying the lock in it
 
     def _is_empty(self) -> bool:
         return all(path.name == WORK_FOLDER for path in self._out.iterdir())
@@ -267,11 +268,13 @@ class _Conversion:
     def _damaged(self, recorded: dict[str, FileRecord]) -> set[str]:
         """The names of written files that are missing or not as recorded; what there was of them is removed."""
         self._progress.begin("checking what is finished", sum(record.bytes for record in recorded.values()))
-        faults = changed_files({self._out / name: record for name, record in recorded.items()}, self._progress.advance)
-        for path, fault in faults:
+        records = {self._out / name: record for name, record in recorded.items()}
+        damaged = set()
+        for path, fault in changed_files(records, self._progress.advance):
             self._progress.note(f"{path} {fault}: writing it again")
             path.unlink(missing_ok=True)
-        return {path.relative_to(self._out).as_posix() for path, _ in faults}
+            damaged.add(path.relative_to(self._out).as_posix())
+        return damaged
 
     def _source_files(self) -> dict[str, int]:
         """Every source file that ends up in the result, in one form or another -> size."""
@@ -286,7 +289,7 @@ class _Conversion:
         todo = [shard for shard in self._plan.shards if shard.name not in journal.shards]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
         unknown = {name: size for name, size in self._source_files().items() if name not in journal.sources}
-        with BackgroundHashes(self._source.path, unknown) as hashes, experts_side_by_side() as pool:
+        with BackgroundHashes(self._source.path, unknown) as hashes, experts_side_by_side(self._device) as pool:
             writer = ShardWriter(self._plan, self._device, pool, self._progress)
             for shard in todo:
                 record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name)
@@ -335,7 +338,7 @@ class _Conversion:
 
     def _copy(self, name: str, expected: FileRecord, work: Path) -> FileRecord:
         target = self._out / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         with HashingFile(work / "copy.part", target) as file, (self._source.path / name).open("rb") as original:
             while data := original.read(1 << 22):
                 file.write(data)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,19 +14,25 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 def changed_files(
     records: Mapping[Path, FileRecord], progress: Callable[[int], None] = lambda _: None
-) -> Iterable[tuple[Path, str]]:
-    """The files that are not as recorded, in order, each with what is wrong with it; sizes are looked at first."""
-
-    def check(item: tuple[Path, FileRecord]) -> str:
-        path, record = item
+) -> Iterator[tuple[Path, str]]:
+    """The files that are not as recorded, each with what is wrong with it. Sizes come first, then nothing more is read
+    than the caller asks for.
+    """
+    whole = {}
+    for path, record in records.items():
         if not path.is_file():
-            return "is missing"
-        if (size := path.stat().st_size) != record.bytes:
-            return f"has {size:,} bytes, not {record.bytes:,}"
-        return "" if sha256_file(path, progress) == record.sha256 else "has another sha256"
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [(path, fault) for path, fault in zip(records, pool.map(check, records.items()), strict=True) if fault]
+            yield path, "is missing"
+        elif (size := path.stat().st_size) != record.bytes:
+            yield path, f"has {size:,} bytes, not {record.bytes:,}"
+        else:
+            whole[path] = record.sha256
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for path, found in zip(whole, pool.map(lambda path: sha256_file(path, progress), whole), strict=True):
+            if found != whole[path]:
+                yield path, "has another sha256"
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class BackgroundHashes:

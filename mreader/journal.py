@@ -28,6 +28,14 @@ class FileRecord:
     def entry(self) -> dict[str, Any]:
         return {"sha256": self.sha256, "bytes": self.bytes}
 
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "FileRecord":
+        """The record in a line of the journal or in a manifest. KeyError or TypeError where it is none."""
+        sha256, size = entry["sha256"], entry["bytes"]
+        if not isinstance(sha256, str) or type(size) is not int:
+            raise TypeError(f"sha256 and bytes of a file are {sha256!r} and {size!r}")
+        return cls(sha256, size)
+
 
 class Journal:
     """An open journal.
@@ -101,7 +109,7 @@ class Journal:
         self._apply(line)
 
     def _apply(self, line: Mapping[str, Any]) -> None:
-        record = FileRecord(line["sha256"], line["bytes"])
+        record = FileRecord.of(line)
         if "source" in line:
             self.sources[line["source"]] = record
         else:
@@ -126,7 +134,7 @@ def refuse_other_request(recorded: Mapping[str, Any], asked: Mapping[str, Any], 
     for path, before, now in _differences("", recorded, asked):
         raise UsageError(
             f"{out} holds a conversion with {path} = {before}, this one has {path} = {now}",
-            "use the same source and options to resume, or --overwrite to start again",
+            "use the same source, options and versions to resume, or --overwrite to start again",
         )
 
 

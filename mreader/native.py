@@ -1,14 +1,17 @@
 """What `verify` and `restore` share: opening a checkpoint that may be damaged, and the source's matrices in it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from mreader.errors import SourceError, VerifyError
+from mreader.errors import MreaderError, SourceError, UsageError, VerifyError
 from mreader.formats.architectures import Matrix, RoutedLayer
-from mreader.formats.augmented import Augmented, open_augmented
-from mreader.formats.checkpoint import is_safe_name
+from mreader.formats.augmented import MANIFEST, SOURCE, Augmented, is_augmented, open_augmented
+from mreader.formats.checkpoint import CONFIG, is_safe_name
 from mreader.formats.safetensors_file import LazyTensors
+from mreader.journal import FileRecord
 
 
 def open_to_verify(folder: Path) -> Augmented:
@@ -17,15 +20,25 @@ def open_to_verify(folder: Path) -> Augmented:
         raise SourceError(f"{folder} is no folder", "name the folder of an augmented checkpoint")
     try:
         augmented = open_augmented(folder)
-        names = [*augmented.manifest["files"], *augmented.manifest["source"]["files"]]
-    except (KeyError, TypeError) as error:
-        raise VerifyError(f"the manifest lacks {error}", "convert the source again") from error
-    except SourceError as error:
+        _refuse_bad_records({**augmented.manifest["source"]["files"], **augmented.manifest["files"]})
+    except (SourceError, UsageError) as error:
+        if isinstance(error, UsageError) and not is_augmented(folder):
+            raise
         raise VerifyError(error.cause, error.remedy) from error
-    for name in names:
-        if not is_safe_name(name):
-            raise VerifyError(f"the manifest names {name!r}, which lies outside the checkpoint", "do not trust it")
+    except MreaderError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise VerifyError(
+            f"{CONFIG}, {MANIFEST} or {SOURCE} holds what does not belong there: {error}", "convert the source again"
+        ) from error
     return augmented
+
+
+def _refuse_bad_records(entries: Mapping[str, Any]) -> None:
+    for name, entry in entries.items():
+        if not is_safe_name(name):
+            raise VerifyError(f"{MANIFEST} names {name!r}, which lies outside the checkpoint", "do not trust it")
+        FileRecord.of(entry)
 
 
 def source_pieces(layers: tuple[RoutedLayer, ...]) -> dict[str, list[tuple[RoutedLayer, str, int]]]:

@@ -14,10 +14,12 @@ from typing import Any, TextIO
 from mreader.errors import MreaderError, NoSpaceError, UsageError
 from mreader.formats.augmented import MANIFEST, SOURCE, WORK_FOLDER
 from mreader.formats.checkpoint import CONFIG, INDEX, is_safe_name
+from mreader.formats.safetensors_file import sync_folder
 from mreader.journal import JOURNAL, FileRecord, Journal
 from mreader.plan import Plan
 
 CARD = "README.md"  # push-to-hub publishes another one, so no manifest pins it
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_finished(out: Path) -> Finished | None:
 
 
 def _records(entries: dict[str, Any]) -> dict[str, FileRecord]:
-    return {name: FileRecord(entry["sha256"], entry["bytes"]) for name, entry in entries.items()}
+    return {name: FileRecord.of(entry) for name, entry in entries.items()}
 
 
 @contextmanager
@@ -80,10 +82,15 @@ def refuse_foreign(out: Path) -> None:
     if not out.is_dir():
         raise UsageError(f"{out} is a file", "name a folder for the result")
     others = [path.name for path in out.iterdir() if path.name != WORK_FOLDER]
+    others += [f"{WORK_FOLDER}/{path.name}" for path in (out / WORK_FOLDER).glob("*") if not _is_work(path)]
     if others and read_finished(out) is None and Journal.load(out / WORK_FOLDER) is None:
         raise UsageError(
             f"{out} is not empty, and not a conversion of ours: it holds {min(others)}", "name an empty or a new folder"
         )
+
+
+def _is_work(path: Path) -> bool:
+    return path.name in (_LOCK, JOURNAL) or path.suffix == ".part"
 
 
 def remove_conversion(out: Path) -> None:
@@ -161,7 +168,7 @@ def claimed(out: Path) -> Iterator[Path]:
     work = out / WORK_FOLDER
     created = [path for path in (work, out, *out.parents) if not path.exists()]
     try:
-        work.mkdir(parents=True, exist_ok=True)
+        make_folder(work)
     except OSError:
         _remove_created(created)
         raise
@@ -173,6 +180,14 @@ def claimed(out: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
                 _remove_created(created)
             raise
+
+
+def make_folder(folder: Path) -> None:
+    """`folder` and those above it, there to stay even if the power fails."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in created:
+        sync_folder(path.parent)
 
 
 def _remove_created(created: list[Path]) -> None:
@@ -193,7 +208,7 @@ def _locked(work: Path) -> Iterator[None]:
 
 def _lock_file(work: Path) -> TextIO:
     work.mkdir(exist_ok=True)
-    file = (work / "lock").open("w")
+    file = (work / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -45,7 +45,7 @@ def recovery_basis(down: Sequence[Tensor], rank: int, seed: int, each: Each = ma
     if rank == 0:
         return torch.zeros(hidden, 0, device=down[0].device)
     subspace = _krylov_subspace(down, rank, min(rank + _OVERSAMPLING, hidden), seed, each)
-    return _fix_signs(_turn_to_singular(down, subspace, rank, each)).float()
+    return _fix_signs(_turn_to_singular(down, subspace, rank, each)).float().contiguous()
 
 
 def recovery_coeffs(basis: Tensor, down: Tensor) -> Tensor:

@@ -77,9 +77,11 @@ class ShardWriter:
             try:
                 for piece in self._pieces(layer, run, tensors):
                     writer.put(as_bytes(piece))
-            except MreaderError as error:
+            except (MreaderError, RuntimeError) as error:  # RuntimeError: torch's of a decomposition that fails
                 _refuse_non_finite_layer(layer, tensors)  # a better explanation of whatever could not be computed
-                raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error
+                if isinstance(error, MreaderError):
+                    raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error
+                raise
 
     def _pieces(self, layer: RoutedLayer, run: Sequence[str], tensors: LazyTensors) -> Iterator[torch.Tensor]:
         augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device, self._pool)

@@ -14,13 +14,14 @@ from torch import Tensor
 from mreader.augment import LayerAugmenter, experts_side_by_side, refuse_non_finite
 from mreader.errors import SourceError, VerifyError
 from mreader.formats.architectures import RoutedLayer
-from mreader.formats.augmented import Augmented
+from mreader.formats.augmented import MANIFEST, SOURCE, Augmented
 from mreader.formats.checkpoint import Checkpoint, open_checkpoint
 from mreader.formats.codes import Code, unpack
 from mreader.formats.safetensors_file import LazyTensors
 from mreader.hashing import changed_files
 from mreader.journal import FileRecord
 from mreader.native import native_matrix, open_to_verify
+from mreader.output import CARD
 from mreader.progress import Progress
 from mreader.recovery import recovery_coeffs
 
@@ -63,7 +64,7 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
     if source is not None:
         original = open_checkpoint(Path(source))
         _compare_copied(augmented, original, progress)
-        with experts_side_by_side() as pool:
+        with experts_side_by_side(torch.device("cpu")) as pool:
             for layer in augmented.architecture.layers:
                 progress.layer(layer.ordinal + 1, len(augmented.architecture.layers))
                 _compare_layer(augmented, original, layer, pool)
@@ -73,12 +74,15 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
 
 
 def _check_hashes(augmented: Augmented, progress: Progress) -> None:
-    entries = augmented.manifest["files"]
-    records = {augmented.folder / name: FileRecord(e["sha256"], e["bytes"]) for name, e in entries.items()}
+    records = {augmented.folder / name: FileRecord.of(e) for name, e in augmented.manifest["files"].items()}
+    names = {path.relative_to(augmented.folder).as_posix() for path in records}
+    for name in (*augmented.checkpoint.headers, *augmented.checkpoint.texts, SOURCE, *augmented.source.files):
+        if name not in names and name != CARD:
+            raise VerifyError(f"{MANIFEST} does not list {name}", "convert the source again")
     progress.begin("checksums", sum(record.bytes for record in records.values()))
     for path, fault in changed_files(records, progress.advance):
         name = path.relative_to(augmented.folder).as_posix()
-        raise VerifyError(f"{name} {fault}, by the manifest", "download it again, or convert the source again")
+        raise VerifyError(f"{name} {fault}, by {MANIFEST}", "download it again, or convert the source again")
 
 
 def _check_finite(augmented: Augmented, progress: Progress) -> None:
@@ -136,8 +140,7 @@ def _differences(
 ) -> Iterator[tuple[str, float, float]]:
     """(tensor, how far it is from the recomputed one, how far it may be)."""
     code, sketch = augmented.options.code, again.sketch
-    codes = (unpack(t["sketch_codes"], code, layer.channels) for t in (stored, sketch))
-    yield "sketch_codes", _share_apart(*codes), _CODES_APART
+    yield "sketch_codes", _codes_apart(stored["sketch_codes"], sketch["sketch_codes"], code, layer), _CODES_APART
     yield "sketch_codes", _share_unused(stored["sketch_codes"], code, layer.channels), 0.0
     yield "sketch_signs", _share_apart(stored["sketch_signs"], sketch["sketch_signs"]), 0.0
     for part in ("sketch_scales", "sketch_errors"):
@@ -162,15 +165,23 @@ def _recovery_differences(
     yield "recovery_basis", 1 - size**2 / best**2 if best else 0.0, _ENERGY_APART
 
 
+def _codes_apart(a: Tensor, b: Tensor, code: Code, layer: RoutedLayer) -> float:
+    """The share of codes that differ, expert by expert: unpacked, they are several times as large."""
+    pairs = ((unpack(x, code, layer.channels), unpack(y, code, layer.channels)) for x, y in zip(a, b, strict=True))
+    return sum(_share_apart(*pair) for pair in pairs) / layer.experts
+
+
 def _share_apart(a: Tensor, b: Tensor) -> float:
-    return float((a != b).float().mean()) if a.numel() else 0.0
+    return int(torch.count_nonzero(a != b)) / max(a.numel(), 1)
 
 
 def _share_unused(packed: Tensor, code: Code, channels: int) -> float:
     """The share of bytes that stand for no codes: padding that is not 0, and numbers beyond the largest digits."""
     used = code.used_bytes(channels)
-    wrong = (packed[..., used:] != 0).sum() + (packed[..., :used].int() >= code.base**code.per_byte).sum()
-    return float(wrong) / packed.numel()
+    wrong = int(torch.count_nonzero(packed[..., used:]))
+    if (numbers := code.base**code.per_byte) < 256:
+        wrong += int(torch.count_nonzero(packed[..., :used] >= numbers))
+    return wrong / packed.numel()
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

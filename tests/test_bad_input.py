@@ -327,6 +327,8 @@ def test_bad_option(source: Path, tmp_path: Path, options: list[str], words: lis
         {"config.json": "{}", "model.safetensors": "somebody's model"},
         {"mreader_manifest.json": "not ours", "notes.txt": "mine"},
         {".mreader/cache": "of another tool", "notes.txt": "mine"},
+        {".mreader/cache": "of another tool"},
+        {".mreader/journal.jsonl": '{"request": 0}', "notes.txt": "mine"},
     ],
     ids=lambda files: " and ".join(files),
 )

@@ -159,6 +159,18 @@ def test_two_runs_write_the_same_bytes(source: Path, out: Path, tmp_path: Path) 
     assert contents(tmp_path / "empty") == contents(out)
 
 
+def test_the_bytes_do_not_depend_on_the_number_of_threads(source: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            convert(source, tmp_path / str(count), device="cpu")
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
 @pytest.mark.parametrize("limit", [1, 100_000, 10**9])
 def test_the_tensors_do_not_depend_on_the_size_of_shards(source: Path, out: Path, tmp_path: Path, limit: int) -> None:
     convert(source, tmp_path / "out", device="cpu", max_shard_bytes=limit)

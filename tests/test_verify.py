@@ -237,6 +237,36 @@ FILES: list[tuple[str, Callable[[Path], Any], int, list[str]]] = [
         ["../x"],
     ),
     (
+        "manifest that forgets a shard",
+        lambda f: edit_json(f / "mreader_manifest.json", lambda m: m["files"].pop("model.safetensors")),
+        VERIFY,
+        ["mreader_manifest.json", "model.safetensors"],
+    ),
+    (
+        "manifest that forgets a file of the source",
+        lambda f: edit_json(f / "mreader_manifest.json", lambda m: m["files"].pop("tokenizer.json")),
+        VERIFY,
+        ["mreader_manifest.json", "tokenizer.json"],
+    ),
+    (
+        "manifest with a size in words",
+        lambda f: edit_json(f / "mreader_manifest.json", lambda m: m["files"]["config.json"].update(bytes="many")),
+        VERIFY,
+        ["mreader_manifest.json", "many"],
+    ),
+    (
+        "config with a rank in words",
+        lambda f: edit_json(f / "config.json", lambda c: c["quantization_config"].update(rank="high")),
+        VERIFY,
+        ["config.json"],
+    ),
+    (
+        "config with a rank below 0",
+        lambda f: edit_json(f / "config.json", lambda c: c["quantization_config"].update(rank=-1)),
+        VERIFY,
+        ["rank is -1"],
+    ),
+    (
         "newer format",
         lambda f: edit_json(f / "config.json", lambda c: c["quantization_config"].update(format_version=2)),
         UNSUPPORTED,

@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
+from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import AugmentedPath, Json, Quiet, Verbose, verbosity
 from mreader.inspection import Inspection, inspect_checkpoint
 from mreader.restore import restore
@@ -33,6 +34,7 @@ def verify_command(
     verbose: Verbose = False,
 ) -> None:
     """Check checksums, shapes and values; with --source, every weight bit for bit and everything computed from them."""
+    keep_freed_memory()
     with progress(verbosity(quiet, verbose)) as bar:
         verified = verify(path, source, progress=bar)
     if json:

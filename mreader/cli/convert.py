@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mreader.cli.console import err, key_values, percent, print_json, progress, size
+from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
 from mreader.convert import convert, plan_conversion
 from mreader.errors import UsageError
@@ -45,6 +46,7 @@ def convert_command(
         refuse_foreign(out)
         require_space(out, plan, 0)
         return
+    keep_freed_memory()
     start = time.perf_counter()
     with progress(verbosity(quiet, verbose)) as bar:
         plan = convert(

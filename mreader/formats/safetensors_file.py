@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ TORCH_DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
+_WRITEBACK = 1 << 26  # bytes
 _ALIGNMENT = 64  # bytes: a cache line, and twice what a row of sketch codes needs
 
 
@@ -230,17 +232,26 @@ class HashingFile:
     target: Path
     _hash: Any = field(default_factory=hashlib.sha256, init=False)
     _size: int = field(default=0, init=False)
+    _under_way: int = field(default=0, init=False)
 
     def __enter__(self) -> "HashingFile":
+        self.scratch.unlink(missing_ok=True)  # what a killed run left has the mode of its own umask
         self._file = self.scratch.open("wb", buffering=0)
+        self._hasher = ThreadPoolExecutor(1)
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
+        """Append `data`; it is hashed while it is written."""
+        hashed = self._hasher.submit(self._hash.update, data)
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self._size += len(view)
         while len(view):
             view = view[self._file.write(view) :]
+        if self._size - self._under_way >= _WRITEBACK:
+            # Starts the disk now, without waiting for it: `commit` would find gigabytes to flush otherwise.
+            os.posix_fadvise(self._file.fileno(), self._under_way, 0, os.POSIX_FADV_DONTNEED)
+            self._under_way = self._size
+        hashed.result()
 
     def record(self) -> tuple[str, int]:
         """(sha256 in hexadecimal, size in bytes) of what has been written."""
@@ -255,6 +266,7 @@ class HashingFile:
         return self.record()
 
     def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
         self._file.close()
         self.scratch.unlink(missing_ok=True)
 
