@@ -187,3 +187,10 @@ def test_restore_killed_at_every_change(source: Path, augmented: Path, tmp_path:
         assert killing.run_and_kill_at(step, back, killing.restore, augmented, back) == -9
         assert mreader("restore", augmented, back).code == 0 or not (back / ".mreader-restore").exists()
         check_restored(back, source)
+
+
+def test_a_trained_model(olmoe_tiny: Path, olmoe_augmented: Path, tmp_path: Path) -> None:
+    """Weights with main directions and outliers, in one shard."""
+    assert mreader("verify", olmoe_augmented, "--source", olmoe_tiny).code == 0
+    assert mreader("restore", olmoe_augmented, tmp_path / "back").code == 0
+    check_restored(tmp_path / "back", olmoe_tiny)

@@ -100,19 +100,23 @@ def test_killed_at_every_change_of_the_file_system(source: Path, whole: Path, st
         check_killed_at(step, source, whole, tmp_path / str(step))
 
 
-def kill_again_and_again(source: Path, whole: Path, out: Path, times: int, seed: int) -> None:
+def kill_again_and_again(source: Path, whole: Path, out: Path, times: int, seed: int) -> set[int]:
+    """How many shards were finished at the moments of the kills."""
     start = time.perf_counter()
     assert killing.run(killing.convert, source, out.with_name("timed"), SHARD) == 0
     seconds = time.perf_counter() - start
-    draw, killed = random.Random(seed), 0
+    draw, killed, finished = random.Random(seed), 0, set()
     while killed < times:
         # Never as long as a whole run takes, so that it is often killed before it has got anywhere.
         if killing.run_and_kill(draw.uniform(0.1, 0.7) * seconds, killing.convert, source, out, SHARD) == 0:
             assert contents(out) == contents(whole)
             out = out.with_name(f"{out.name}x")
+            continue
         killed += 1
+        finished.add(len(shards(out)))
         check_half(out)
     resume(source, out, whole)
+    return finished
 
 
 def test_killed_at_random_moments(source: Path, whole: Path, tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_killed_at_random_moments(source: Path, whole: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_killed_at_20_random_moments(source: Path, whole: Path, tmp_path: Path) -> None:
-    kill_again_and_again(source, whole, tmp_path / "out", 20, seed=2)
+    assert len(kill_again_and_again(source, whole, tmp_path / "out", 20, seed=2)) > 3
 
 
 def test_finished_shards_are_not_written_again(source: Path, half_done: Path, whole: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name)
     )
     for name, size in checkpoint.files.items():
-        _refuse_pointer(folder, name, size)
+        _refuse_unusable(folder, name, size)
     return checkpoint
 
 
@@ -162,16 +162,14 @@ def _refuse_folder(error: OSError) -> None:
     raise SourceError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from error
 
 
-def _refuse_pointer(folder: Path, name: str, size: int) -> None:
-    """A tokenizer may be kept in Git LFS as well, and a pointer copied in its place is found late."""
-    if size > _LARGEST_POINTER:
-        return
+def _refuse_unusable(folder: Path, name: str, size: int) -> None:
+    """A tokenizer may be kept in Git LFS as well: a pointer, or a file that cannot be read, is found late otherwise."""
     try:
         with (folder / name).open("rb") as file:
             start = file.read(len(_POINTER))
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}", "check the file's permissions") from error
-    if start == _POINTER:
+    if start == _POINTER and size <= _LARGEST_POINTER:
         raise _is_pointer(name)
 
 
