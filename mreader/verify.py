@@ -166,8 +166,9 @@ def _recovery_differences(
 
 
 def _codes_apart(a: Tensor, b: Tensor, code: Code, layer: RoutedLayer) -> float:
-    """The share of codes that differ, expert by expert: unpacked, they are several times as large."""
-    pairs = ((unpack(x, code, layer.channels), unpack(y, code, layer.channels)) for x, y in zip(a, b, strict=True))
+    """The share of codes that differ, unpacked only where bytes differ: codes are several times as large as bytes."""
+    different = [(x, y) for x, y in zip(a, b, strict=True) if not torch.equal(x, y)]
+    pairs = ((unpack(x, code, layer.channels), unpack(y, code, layer.channels)) for x, y in different)
     return sum(_share_apart(*pair) for pair in pairs) / layer.experts
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -264,3 +265,20 @@ def test_data_on_stdout_survives_a_closed_pipe(olmoe_augmented: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == '{\n  "model'
     assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_ends_in_two_lines(mreader: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where native code turns it into an error of its own, as safetensors does."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            raise ValueError("could not determine the shape") from error
+
+    monkeypatch.setattr("mreader.cli.checkpoints.inspect_checkpoint", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    ran = mreader("inspect", "anything")
+    assert ran.status == 130
+    assert ran.err.startswith("error: interrupted\nhelp: ")
+    assert signal.getsignal(signal.SIGINT) == before

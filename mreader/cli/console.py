@@ -19,7 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from mreader.errors import MreaderError
 from mreader.progress import Progress
@@ -96,17 +95,23 @@ def progress(verbosity: Verbosity) -> Iterator[Progress]:
             yield BarProgress(bar)
 
 
+def hide_hub_progress(verbosity: Verbosity) -> None:
+    """No bars of the Hub's client either, with -q or where stderr is no terminal."""
+    if verbosity == Verbosity.QUIET or not err.is_terminal:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def key_values(rows: dict[str, str]) -> Table:
-    """A table of names and values, without lines."""
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(f"[dim]{escape(name)}[/dim]", escape(value))
-    return table
+def key_values(rows: dict[str, str]) -> str:
+    """Lines of name and value, for `Console.print`; no value is cut."""
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"[dim]{escape(f'{name:<{width}}')}[/dim]{escape(value)}" for name, value in rows.items())
 
 
 def size(nbytes: int) -> str:
@@ -128,13 +133,18 @@ def fail(error: BaseException) -> NoReturn:
     if os.environ.get(DEBUG) == "1":
         traceback.print_exception(error)
     if isinstance(error, MreaderError):
-        err.print(f"[bold red]error:[/bold red] {escape(_one_line(error.cause))}")
-        if error.remedy:
-            err.print(f"[bold]help:[/bold] {escape(_one_line(error.remedy))}")
-        sys.exit(error.exit_code)
-    err.print(f"[bold red]error:[/bold red] {type(error).__name__}: {escape(_one_line(str(error)))}")
-    err.print(f"[bold]help:[/bold] run again with {DEBUG}=1 for the traceback, and report it if it is a bug")
-    sys.exit(1)
+        stop(error.cause, error.remedy, error.exit_code)
+    stop(
+        f"{type(error).__name__}: {error}", f"run again with {DEBUG}=1 for the traceback, and report it if it is a bug", 1
+    )
+
+
+def stop(cause: str, remedy: str, status: int) -> NoReturn:
+    """One line of cause, one of what to do, and the end."""
+    err.print(f"[bold red]error:[/bold red] {escape(_one_line(cause))}")
+    if remedy:
+        err.print(f"[bold]help:[/bold] {escape(_one_line(remedy))}")
+    sys.exit(status)
 
 
 def _one_line(text: str) -> str:

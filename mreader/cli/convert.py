@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from mreader.cli.console import err, key_values, percent, print_json, progress, size
+from mreader.cli.console import err, hide_hub_progress, key_values, percent, print_json, progress, size
 from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
-from mreader.convert import convert, plan_conversion
+from mreader.convert import convert, pick_device, plan_conversion
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
-from mreader.output import free_bytes, refuse_foreign, require_space
+from mreader.output import free_bytes, refuse_foreign, refuse_overlap, require_space
 from mreader.plan import MAX_SHARD_BYTES, Plan
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -38,17 +38,22 @@ def convert_command(
     verbose: Verbose = False,
 ) -> None:
     """Write the augmented checkpoint of SOURCE into OUT. Run again, it resumes."""
+    level = verbosity(quiet, verbose)
     options = FormatOptions(codes, rank, seed, channels, coordinates, score)
     limit = _parse_size(max_shard_size)
     if dry_run:
-        plan = plan_conversion(source, options, revision=revision, token=token, max_shard_bytes=limit)
-        _report(plan, out, json, None)
+        pick_device(device)
         refuse_foreign(out)
-        require_space(out, plan, 0)
+        plan = plan_conversion(source, options, revision=revision, token=token, max_shard_bytes=limit)
+        if plan.source.folder is not None:
+            refuse_overlap(plan.source.folder, out)
+        _report(plan, out, json, None)
+        require_space(out, plan)
         return
     keep_freed_memory()
+    hide_hub_progress(level)
     start = time.perf_counter()
-    with progress(verbosity(quiet, verbose)) as bar:
+    with progress(level) as bar:
         plan = convert(
             source,
             out,
@@ -97,7 +102,7 @@ def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
     }
     if seconds is not None:
         rows = {key: rows[key] for key in ("model", "source", "augmented")}
-        rows["written to"] = f"{out} in {seconds:.1f} s"
+        rows["in place"] = f"{out}, after {seconds:.1f} s"
     err.print(key_values(rows))
 
 

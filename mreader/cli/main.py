@@ -1,5 +1,6 @@
 """The `mreader` command."""
 
+import signal
 import warnings
 from importlib.metadata import version
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mreader.cli.checkpoints import inspect_command, restore_command, verify_command
-from mreader.cli.console import fail
+from mreader.cli.console import fail, stop
 from mreader.cli.convert import convert_command
 from mreader.cli.push import push_command
 from mreader.cli.run import eval_command, generate_command
@@ -43,13 +44,29 @@ def _options(
     """Decode Mixture-of-Experts models by reading only the expert channels that matter for a token."""
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C. Not an Exception: what is interrupted has not failed, and keeps what it has to resume from."""
+
+
 def main() -> None:
     """Run the command line; every failure ends in one line of cause and one of what to do."""
     warnings.filterwarnings("ignore")  # of libraries, for developers
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         app()
-    except Exception as error:
+    except (Exception, _Interrupted) as error:
+        if interrupts:  # native code turns it into an error of its own
+            stop("interrupted", "the same command run again takes up where it stopped, if it writes a checkpoint", 130)
         fail(error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mreader.cli.console import err, out, print_json, progress
+from mreader.cli.console import err, hide_hub_progress, out, print_json, progress
 from mreader.cli.options import AugmentedPath, Json, Quiet, Token, Verbose, verbosity
 from mreader.inspection import inspect_checkpoint
 from mreader.progress import Progress
@@ -29,13 +29,11 @@ def push_command(
     verbose: Verbose = False,
 ) -> None:
     """Verify an augmented checkpoint and publish it with a model card. Run again, it resumes."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
     from mreader.hub import push_to_hub
 
-    if quiet or not err.is_terminal:
-        disable_progress_bars()
-    with progress(verbosity(quiet, verbose)) as bar:
+    level = verbosity(quiet, verbose)
+    hide_hub_progress(level)
+    with progress(level) as bar:
         result = push_to_hub(
             path,
             repo,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mreader.errors import SourceError, UnsupportedError
+from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import TensorSpec
 
@@ -22,6 +22,8 @@ _DEFAULT_KEYS: dict[str, list[str]] = {
     "num_routed": ["num_experts_per_tok"],
     "channels": ["moe_intermediate_size"],
     "activation": ["hidden_act"],
+    "hidden_size": ["hidden_size"],
+    "num_layers": ["num_hidden_layers"],
 }
 _WEIGHT_DTYPES = ("BF16", "F16", "F32")
 
@@ -106,9 +108,9 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
     tensors = checkpoint.tensors
     prefix = _fitting_prefix(entry["experts"], tensors)
     if prefix is None:
-        raise _no_experts(text, entry["experts"])
+        raise _no_experts(config, entry, text)
     grouped = _by_layer(prefix, tensors)
-    _compare_layers(sorted(grouped), text)
+    _compare_layers(sorted(grouped), _routed_layers(entry, text))
     layers = tuple(
         _layer(entry, text, prefix.format(layer=number), number, ordinal, grouped[number])
         for ordinal, number in enumerate(sorted(grouped))
@@ -119,27 +121,39 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json: the whole of it, or its `text_config` for a multimodal model."""
     key = _entry(config).get("text")
-    inner = config.get(key) if key else None
-    return inner if isinstance(inner, dict) else config
+    return (_inner(config, key) if key else {}) or config
 
 
 def routing(config: Mapping[str, Any]) -> tuple[int, str]:
     """(K, name of the activation) of a parsed config.json."""
     entry, text = _entry(config), text_config(config)
-    return int(_config_value(entry, text, "num_routed")), str(_config_value(entry, text, "activation"))
+    return _count(entry, text, "num_routed"), str(_config_value(entry, text, "activation"))
 
 
 def _entry(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = config.get("model_type")
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise SourceError("config.json has no model_type", "take the config.json that belongs to the weights")
     models: dict[str, dict[str, Any]] = _table()["models"]
     if model_type not in models:
+        if not any("expert" in key for part in (config, _inner(config, "text_config")) for key in part):
+            raise _dense(model_type)
         raise UnsupportedError(
             f"model_type {model_type} is not supported; known: {', '.join(known_model_types())}",
             "an MoE model needs one entry in formats/architectures.toml, see CONTRIBUTING.md",
         )
     return models[model_type]
+
+
+def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    inner = config.get(key)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _dense(model_type: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"this is a dense model ({model_type}): config.json promises no routed experts", "there is nothing to convert"
+    )
 
 
 def _config_value(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> Any:
@@ -151,13 +165,23 @@ def _config_value(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) 
     raise SourceError(f"config.json has no {' or '.join(keys)}", "take the config.json that belongs to the weights")
 
 
+def _count(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> int:
+    """A size that config.json gives; SourceError where it is missing or no positive number."""
+    value = _config_value(entry, text, what)
+    if type(value) is not int or value < 1:
+        raise SourceError(
+            f"config.json says {value!r} for {what}, which is no size", "take the config.json that belongs to the weights"
+        )
+    return value
+
+
 def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in (config, _inner(config, "text_config")):
         quantization = part.get("quantization_config") or part.get("compression_config")
         if not quantization:
             continue
-        method = str(quantization.get("quant_method", "unknown")).lower()
+        named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = str(named or "unknown").lower()
         if method == "mreader":
             raise UnsupportedError("this checkpoint is augmented already", "`mreader restore` gives its source back")
         raise UnsupportedError(
@@ -179,24 +203,22 @@ def _by_layer(prefix: str, tensors: Mapping[str, TensorSpec]) -> dict[int, dict[
     return grouped
 
 
-def _routed_layers(text: Mapping[str, Any]) -> set[int]:
+def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> set[int]:
     """The layers that have routed experts by config.json: the keys mean the same in every architecture that has them."""
+    layers = _count(entry, text, "num_layers")
     step, first = text.get("decoder_sparse_step") or 1, text.get("first_k_dense_replace") or 0
     dense = set(text.get("mlp_only_layers") or ())
-    return {
-        i for i in range(text.get("num_hidden_layers") or 0) if i not in dense and (i + 1) % step == 0 and i >= first
-    }
+    return {i for i in range(layers) if i not in dense and (i + 1) % step == 0 and i >= first}
 
 
-def _no_experts(text: Mapping[str, Any], prefixes: Sequence[str]) -> Exception:
+def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
     counts = [text.get(key) for key in _DEFAULT_KEYS["num_experts"]]
-    if text.get("enable_moe_block") is False or not any(counts) or not _routed_layers(text):
-        return UnsupportedError("this is a dense model: config.json promises no routed experts", "nothing to convert")
-    return SourceError(f"no tensor is named {prefixes[0]}...", "download the checkpoint again, or see CONTRIBUTING.md")
+    if text.get("enable_moe_block") is False or not any(counts) or not _routed_layers(entry, text):
+        return _dense(config["model_type"])
+    return SourceError(f"no tensor is named {entry['experts'][0]}...", "download it again, or see CONTRIBUTING.md")
 
 
-def _compare_layers(found: Sequence[int], text: Mapping[str, Any]) -> None:
-    expected = _routed_layers(text)
+def _compare_layers(found: Sequence[int], expected: set[int]) -> None:
     for number in sorted(expected.symmetric_difference(found)):
         what = "has no routed experts, config.json" if number in expected else "has routed experts, config.json"
         raise SourceError(
@@ -212,9 +234,7 @@ def _layer(
     ordinal: int,
     tensors: Mapping[str, tuple[str, TensorSpec]],
 ) -> RoutedLayer:
-    experts = int(_config_value(entry, text, "num_experts"))
-    channels = int(_config_value(entry, text, "channels"))
-    hidden = int(text.get("hidden_size") or 0)
+    experts, channels, hidden = (_count(entry, text, what) for what in ("num_experts", "channels", "hidden_size"))
     layout = _layout(entry["layouts"], tensors)
     expected = _expected(layout, experts, channels, hidden)
     for name, shape in expected.items():

@@ -80,7 +80,9 @@ def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatO
             "upgrade mreader" if isinstance(version, int) and version > FORMAT_VERSION else "convert the source again",
         )
     if entry.get("block") != BLOCK:
-        raise UnsupportedError(f"the checkpoint has rotation blocks of {entry.get('block')}, only {BLOCK} is known")
+        raise UnsupportedError(
+            f"the checkpoint has rotation blocks of {entry.get('block')}, only {BLOCK} is known", "upgrade mreader"
+        )
     names = [f.name for f in fields(FormatOptions)]
     missing = [name for name in names if name not in entry]
     if missing:
