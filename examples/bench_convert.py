@@ -77,7 +77,7 @@ def make_source(folder: Path, shape: dict[str, Any], layers: int, shards: int) -
 def run(command: list[str]) -> Run:
     """Run `command` to its end, with the operating system's own account of its memory."""
     start = time.perf_counter()
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
         sys.exit(f"{' '.join(command)} failed")

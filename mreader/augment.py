@@ -16,8 +16,9 @@ from mreader.errors import SourceError
 from mreader.formats.architectures import Matrix, RoutedLayer
 from mreader.formats.augmented import FormatOptions
 from mreader.recovery import recovery_basis, recovery_coeffs
-from mreader.sketch import Sketch, draw_signs, sketch_expert
+from mreader.sketch import Sketch, draw_signs, sketch_matrices
 
+_EXPERTS_ON_GPU = 16  # coded side by side: enough to fill it, and far from its memory
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -71,16 +72,20 @@ class LayerAugmenter:
         signs = draw_signs(self._layer.hidden, self._options.seed, self._layer.ordinal)
         signs_here = signs.to(self._device)
 
-        def sketch(gate: Matrix, up: Matrix) -> Sketch:
-            return sketch_expert(self._read(gate), self._read(up), signs_here, self._options.code)
+        at_once = 1 if self._device.type == "cpu" else _EXPERTS_ON_GPU
+        matrices = list(zip(self._layer.gate, self._layer.up, strict=True))
+        groups = [matrices[i : i + at_once] for i in range(0, len(matrices), at_once)]
 
-        sketches = list(self._pool.map(sketch, self._layer.gate, self._layer.up))
-        return {
-            "sketch_codes": torch.stack([s.codes for s in sketches]),
-            "sketch_scales": torch.stack([s.scales for s in sketches]),
-            "sketch_errors": torch.stack([s.errors for s in sketches]),
-            "sketch_signs": signs,
+        def sketch(group: list[tuple[Matrix, Matrix]]) -> Sketch:
+            return sketch_matrices([self._read(m) for pair in group for m in pair], signs_here, self._options.code)
+
+        sketches = list(self._pool.map(sketch, groups))
+        by_expert = {
+            "sketch_codes": torch.cat([s.codes for s in sketches]),
+            "sketch_scales": torch.cat([s.scales for s in sketches]),
+            "sketch_errors": torch.cat([s.errors for s in sketches]),
         }
+        return {**{name: t.view(-1, 2, *t.shape[1:]) for name, t in by_expert.items()}, "sketch_signs": signs}
 
     @cached_property
     def recovery(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,11 @@ _ROW_STEP = 20  # channels: whole bytes in every code (5 and 4 channels a byte)
 
 @dataclass(frozen=True)
 class Sketch:
-    """Codes of gate and up (gate first), coordinate-major.
+    """Codes of some matrices, coordinate-major.
 
-    codes:  (..., 2, C, row_bytes) uint8 - for each rotated coordinate the packed codes of all channels
-    scales: (..., 2, nb, I) float16 - s of each block
-    errors: (..., 2, nb, I) bfloat16 - rho, the mean squared error of each block
+    codes:  (..., C, row_bytes) uint8 - for each rotated coordinate the packed codes of all channels
+    scales: (..., nb, I) float16 - s of each block
+    errors: (..., nb, I) bfloat16 - rho, the mean squared error of each block
     """
 
     codes: Tensor
@@ -43,7 +44,7 @@ def draw_signs(hidden: int, seed: int, layer: int) -> Tensor:
     """signs of the layer-th MoE layer (from 0): a fair draw from {-1, +1} by a generator seeded with seed + layer.
 
     returns: (H,) int8
-    Source: reader.md, "Built once, offline", 1.
+    Source: formats/SPEC.md, Rotation.
     """
     generator = torch.Generator().manual_seed(seed + layer)
     return (torch.randint(0, 2, (hidden,), generator=generator) * 2 - 1).to(torch.int8)
@@ -67,67 +68,79 @@ def rotate_rows(weights: Tensor, signs: Tensor) -> Tensor:
     weights: (R, H) floating point
     signs:   (H,) int8
     returns: (R, nb, B) float32
-    Source: reader.md, "Built once, offline", 1.
+    Source: formats/SPEC.md, Rotation.
     """
     blocks = _signed_hadamard(signs.to(weights.device))
     return _rotate_blocks(weights, blocks).permute(2, 0, 1).contiguous()
 
 
-def sketch_expert(gate: Tensor, up: Tensor, signs: Tensor, code: Code) -> Sketch:
-    """codes, s, rho = fit of every block of R g_j and R v_j.
+def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sketch:
+    """codes, s, rho = fit of every block of every rotated row R w.
 
-    gate:    (I, H) floating point - gate rows of one expert, on any device
-    up:      (I, H) floating point - up rows
-    signs:   (H,) int8
-    returns: Sketch with no leading axes, on the weights' device; the same on any number of threads
-    Working memory on a CPU: two float32 copies of some 800 channels; on a GPU: six of the whole matrix. On a CPU call
-    it under torch.set_num_threads(1), from two threads if cores are free: torch's own threads gain less, and lose ten
-    times that where other work shares the cores.
+    matrices: M of (I, H) floating point - gate and up projections of one layer, on any one device
+    signs:    (H,) int8
+    returns:  Sketch with the leading axis M, on the weights' device; the same on any number of threads
+    Working memory on a CPU: two float32 copies of some 800 rows; on a GPU: about 2 GB. On a CPU call it under
+    torch.set_num_threads(1), from two threads if cores are free: torch's own threads gain less, and lose ten times that
+    where other work shares the cores. On a GPU call it with many matrices: they are coded side by side.
     NaN or infinity in a row makes the errors of its block non-finite. Raises UnsupportedError where a block's scale
     does not fit FP16.
     """
-    channels, hidden = gate.shape
-    sketch = _empty_sketch(channels, hidden, code, gate.device)
-    blocks = _signed_hadamard(signs.to(gate.device))
-    spans = _spans(len(blocks), channels, gate.device)
-    for matrix, weights in enumerate((gate, up)):
-        for rows in _row_groups(channels, gate.device):
-            rotated = _rotate_blocks(weights[rows], blocks)
-            # Rows are the fast axis, so that sums over a block and packing along channels both run along memory.
-            fits = [code.fit(rotated[span].transpose(1, 2)) for span in spans]
-            packed = pack_used(torch.cat([indices.transpose(1, 2) for indices, _, _ in fits]).flatten(0, 1), code)
-            first = rows.start // code.per_byte
-            sketch.codes[matrix, :, first : first + packed.shape[1]] = packed
-            sketch.scales[matrix, :, rows] = torch.cat([scales for _, scales, _ in fits])
-            sketch.errors[matrix, :, rows] = torch.cat([errors for _, _, errors in fits])
+    channels, hidden = matrices[0].shape
+    device = matrices[0].device
+    sketch = _empty_sketch(len(matrices), channels, hidden, code, device)
+    blocks = _signed_hadamard(signs.to(device))
+    groups = _row_groups(channels, device)
+    at_once = max(_chunk(device) // (groups[0].stop * hidden), 1)
+    for first in range(0, len(matrices), at_once):
+        some = slice(first, min(first + at_once, len(matrices)))
+        for rows in groups:
+            weights = _join([matrix[rows] for matrix in matrices[some]])
+            indices, scales, errors = _fit_rows(_rotate_blocks(weights, blocks), code, device)
+            shape = (some.stop - first, rows.stop - rows.start)
+            packed = pack_used(indices.view(*indices.shape[:2], *shape), code).flatten(0, 1).transpose(0, 1)
+            start = rows.start // code.per_byte
+            sketch.codes[some, :, start : start + packed.shape[2]] = packed
+            sketch.scales[some, :, rows] = scales.view(-1, *shape).transpose(0, 1)
+            sketch.errors[some, :, rows] = errors.view(-1, *shape).transpose(0, 1)
     return sketch
 
 
-def _empty_sketch(channels: int, hidden: int, code: Code, device: torch.device) -> Sketch:
+def _fit_rows(rotated: Tensor, code: Code, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices (nb, B, R), scales (nb, R), errors (nb, R) of the blocks of R rows, rotated as (nb, B, R).
+
+    Rows are the fast axis, so that sums over a block and packing along channels both run along memory.
+    """
+    size = max(_chunk(device) // (rotated.shape[1] * rotated.shape[2]), 1)
+    spans = [slice(block, block + size) for block in range(0, len(rotated), size)]
+    fits = [code.fit(rotated[span].transpose(1, 2)) for span in spans]
+    indices = torch.cat([fit[0].transpose(1, 2) for fit in fits])
+    return indices, torch.cat([fit[1] for fit in fits]), torch.cat([fit[2] for fit in fits])
+
+
+def _empty_sketch(matrices: int, channels: int, hidden: int, code: Code, device: torch.device) -> Sketch:
     blocks = count_blocks(hidden)
     return Sketch(
-        codes=torch.zeros(2, blocks * BLOCK, code.row_bytes(channels), dtype=torch.uint8, device=device),
-        scales=torch.empty(2, blocks, channels, dtype=torch.float16, device=device),
-        errors=torch.empty(2, blocks, channels, dtype=torch.bfloat16, device=device),
+        codes=torch.zeros(matrices, blocks * BLOCK, code.row_bytes(channels), dtype=torch.uint8, device=device),
+        scales=torch.empty(matrices, blocks, channels, dtype=torch.float16, device=device),
+        errors=torch.empty(matrices, blocks, channels, dtype=torch.bfloat16, device=device),
     )
 
 
-def _group_size(channels: int, device: torch.device) -> int:
-    """Channels of a row group: even shares, in whole bytes, such that one block of them is at most one chunk."""
-    room = (_CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK) // BLOCK
-    return math.ceil(channels / math.ceil(channels / room) / _ROW_STEP) * _ROW_STEP
+def _chunk(device: torch.device) -> int:
+    return _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
 
 
 def _row_groups(channels: int, device: torch.device) -> list[slice]:
-    size = _group_size(channels, device)
+    """Rows in even shares, in whole bytes, such that one block of them is at most one chunk."""
+    room = _chunk(device) // BLOCK
+    size = math.ceil(channels / math.ceil(channels / room) / _ROW_STEP) * _ROW_STEP
     return [slice(row, min(row + size, channels)) for row in range(0, channels, size)]
 
 
-def _spans(blocks: int, channels: int, device: torch.device) -> list[slice]:
-    """Blocks fitted at once: as many as make a chunk with the channels of a row group."""
-    chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
-    size = max(chunk // (_group_size(channels, device) * BLOCK), 1)
-    return [slice(block, min(block + size, blocks)) for block in range(0, blocks, size)]
+def _join(matrices: Sequence[Tensor]) -> Tensor:
+    """All rows, one matrix below the other; a view where there is one matrix."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
 def _signed_hadamard(signs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mreader.activations import get_activation
 from mreader.errors import UsageError
 from mreader.formats.codes import BLOCK, QUATERNARY, TERNARY, Code
 from mreader.reader import ExpertLayer, ReadSettings, read
-from mreader.sketch import draw_signs, sketch_expert
+from mreader.sketch import draw_signs, sketch_matrices
 
 # float32 sums of a few hundred products against float64: 1e-5, relative to outputs of order one.
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
@@ -42,7 +42,7 @@ def make_layer(
     gate_up = (torch.randn(experts, 2, channels, hidden, generator=generator) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, channels, hidden, generator=generator) / channels**0.5).to(dtype)
     signs = draw_signs(hidden, seed=0, layer=1)
-    sketches = [sketch_expert(gate, up, signs, code) for gate, up in gate_up]
+    sketches = [sketch_matrices((gate, up), signs, code) for gate, up in gate_up]
     basis = torch.linalg.svd(down.flatten(0, 1).float().T, full_matrices=False).U[:, :RANK].contiguous()
     return ExpertLayer(
         gate_up=gate_up,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, pack, unpack, values
-from mreader.sketch import count_blocks, draw_signs, hadamard, rotate_rows, sketch_expert
+from mreader.sketch import count_blocks, draw_signs, hadamard, rotate_rows, sketch_matrices
 
 SIZES = pytest.mark.parametrize("hidden", [128, 256, 200, 72])  # whole blocks, a padded last block, less than a block
 
@@ -69,7 +69,7 @@ def test_rotation_keeps_inner_products(hidden: int) -> None:
 def test_sketch_holds_the_fit_of_every_rotated_block(hidden: int, code: Code, channels: int) -> None:
     gate, up = expert(channels, hidden)
     signs = draw_signs(hidden, 0, 0)
-    sketch = sketch_expert(gate, up, signs, code)
+    sketch = sketch_matrices((gate, up), signs, code)
     blocks = count_blocks(hidden)
     assert sketch.codes.shape == (2, blocks * BLOCK, code.row_bytes(channels))
     assert sketch.scales.shape == sketch.errors.shape == (2, blocks, channels)
@@ -89,7 +89,7 @@ def test_a_sketch_of_many_chunks_estimates_the_rotated_weights(code: Code) -> No
     channels, hidden = 1003, 300
     gate, up = expert(channels, hidden)
     signs = draw_signs(hidden, 0, 2)
-    sketch = sketch_expert(gate, up, signs, code)
+    sketch = sketch_matrices((gate, up), signs, code)
     used = math.ceil(channels / code.per_byte)
     assert not sketch.codes[:, :, used:].any()
     for matrix, weights in enumerate((gate, up)):
@@ -102,14 +102,14 @@ def test_a_sketch_of_many_chunks_estimates_the_rotated_weights(code: Code) -> No
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_noise_constants_hold_for_the_sketch_of_gaussian_rows(code: Code) -> None:
     gate, up = expert(600, 512)
-    sketch = sketch_expert(gate, up, draw_signs(512, 0, 0), code)
+    sketch = sketch_matrices((gate, up), draw_signs(512, 0, 0), code)
     ratio = sketch.errors.double() / sketch.scales.double().square()
     assert ratio.mean() == pytest.approx(code.noise_read, rel=0.03)
 
 
 def test_missing_channels_are_digit_zero() -> None:
     for code, largest in ((TERNARY, 2), (QUATERNARY, 3)):
-        sketch = sketch_expert(*expert(1, 128), draw_signs(128, 0, 0), code)
+        sketch = sketch_matrices(expert(1, 128), draw_signs(128, 0, 0), code)
         assert int(sketch.codes.max()) == largest
 
 
@@ -121,7 +121,7 @@ def test_the_same_bytes_on_any_number_of_threads() -> None:
         sketches = []
         for count in (1, 2):
             torch.set_num_threads(count)
-            sketches.append(sketch_expert(gate, up, signs, TERNARY))
+            sketches.append(sketch_matrices((gate, up), signs, TERNARY))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(sketches[0].codes, sketches[1].codes)
@@ -133,7 +133,10 @@ def test_weights_in_slices_of_a_larger_tensor() -> None:
     gate, up = expert(33, 256)
     fused = torch.stack([gate, up], dim=1).flatten(0, 1)  # interleaved rows, as gpt_oss stores them
     signs = draw_signs(256, 0, 0)
-    straight, strided = sketch_expert(gate, up, signs, TERNARY), sketch_expert(fused[::2], fused[1::2], signs, TERNARY)
-    turned = sketch_expert(gate.t().contiguous().t(), up.t().contiguous().t(), signs, TERNARY)
+    straight, strided = (
+        sketch_matrices((gate, up), signs, TERNARY),
+        sketch_matrices((fused[::2], fused[1::2]), signs, TERNARY),
+    )
+    turned = sketch_matrices((gate.t().contiguous().t(), up.t().contiguous().t()), signs, TERNARY)
     assert torch.equal(straight.codes, strided.codes)
     assert (straight.codes != turned.codes).float().mean() < 1e-3

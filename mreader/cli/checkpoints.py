@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
+from mreader.cli.console import counted, err, key_values, out, percent, print_json, progress, size
 from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import AugmentedPath, Json, Quiet, Verbose, verbosity
 from mreader.inspection import Inspection, inspect_checkpoint
@@ -40,8 +40,8 @@ def verify_command(
     if json:
         print_json({"ok": True, **vars(verified)})
     elif not quiet:
-        compared = f", {verified.layers_compared} layers equal to the source's" if source else ""
-        err.print(f"{path} is good: {verified.files} files, {verified.tensors} tensors{compared}")
+        compared = f", {counted(verified.layers_compared, 'layer')} equal to the source's" if source else ""
+        err.print(f"{path} is good: {counted(verified.files, 'file')}, {counted(verified.tensors, 'tensor')}{compared}")
 
 
 def restore_command(

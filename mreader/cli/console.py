@@ -124,6 +124,11 @@ def size(nbytes: int) -> str:
     return f"{value:,.2f} TB"
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun: 1 file, 2 files."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
 

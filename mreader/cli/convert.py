@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mreader.cli.console import err, hide_hub_progress, key_values, percent, print_json, progress, size
+from mreader.cli.console import counted, err, hide_hub_progress, key_values, percent, print_json, progress, size
 from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
 from mreader.convert import convert, pick_device, plan_conversion
@@ -92,10 +92,10 @@ def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
         print_json({**facts, **({} if seconds is None else {"seconds": seconds})})
         return
     rows = {
-        "model": f"{plan.architecture.model_type}, {len(layers)} layers of {layers[0].experts} experts "
+        "model": f"{plan.architecture.model_type}, {counted(len(layers), 'layer')} of {layers[0].experts} experts "
         f"({layers[0].hidden} x {layers[0].channels}, {layers[0].dtype})",
-        "source": f"{size(plan.source.nbytes)} in {len(plan.source.headers)} files",
-        "augmented": f"{size(plan.nbytes)} in {len(plan.shards)} shards "
+        "source": f"{size(plan.source.nbytes)} in {counted(len(plan.source.headers), 'file')}",
+        "augmented": f"{size(plan.nbytes)} in {counted(len(plan.shards), 'shard')} "
         f"(+{percent(plan.added_bytes / plan.source.nbytes)})",
         "memory": f"up to {size(plan.memory)}",
         "free disk": size(free_bytes(out)),

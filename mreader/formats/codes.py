@@ -69,7 +69,7 @@ def fit_ternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales:  (...,) float16 - s; 0 for a block of zeros and where s is less than half of FP16's least number
     errors:  (...,) bfloat16 - rho
     A NaN or infinite weight makes the error of its block NaN. Raises UnsupportedError where s exceeds FP16.
-    Source: reader.md, "Built once, offline", 2; Lloyd, "Least squares quantization in PCM", 1982.
+    Source: formats/SPEC.md, Sketch; Lloyd, "Least squares quantization in PCM", 1982.
     """
     magnitude = weights.abs()
     kept = torch.empty_like(magnitude)
@@ -101,7 +101,7 @@ def fit_quaternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     s starts at the block's root mean square and takes four rounds of nearest code and least squares; the codes are
     chosen once more after s was rounded. A zero counts as positive. Shapes, errors: as for the ternary fit.
-    Source: reader.md, "Built once, offline", 2.
+    Source: formats/SPEC.md, Sketch.
     """
     magnitude = weights.abs()
     kept = torch.empty_like(magnitude)
