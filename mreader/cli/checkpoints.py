@@ -70,7 +70,7 @@ def _print_inspection(path: Path, found: Inspection) -> None:
             {
                 "checkpoint": str(path),
                 "model": f"{found.model_type}, {found.layers} routed layers",
-                "experts": f"{found.experts} a layer, {found.routed} routed; {found.channels} channels of {found.hidden}",
+                "experts": f"{found.experts} a layer, {found.routed} routed; {found.channels} channels, {found.hidden} wide",
                 "weights": found.dtype,
                 "format": f"version {options['format_version']}, {options['codes']} codes, rank {options['rank']}, "
                 f"seed {options['seed']}",

@@ -14,10 +14,12 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    Progress as Bar,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
+)
+from rich.progress import (
+    Progress as Bar,
 )
 
 from mreader.errors import MreaderError
@@ -140,7 +142,9 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, MreaderError):
         stop(error.cause, error.remedy, error.exit_code)
     stop(
-        f"{type(error).__name__}: {error}", f"run again with {DEBUG}=1 for the traceback, and report it if it is a bug", 1
+        f"{type(error).__name__}: {error}",
+        f"run again with {DEBUG}=1 for the traceback, and report it if it is a bug",
+        1,
     )
 
 

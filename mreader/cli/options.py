@@ -9,7 +9,9 @@ from mreader.cli.console import Verbosity
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, errors only.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done, also where there is no terminal.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say what is being done, also where there is no terminal.")
+]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda:N.")]
 Token = Annotated[str | None, typer.Option(help="Hub token; by default the one that `hf auth login` stored.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub repository.")]

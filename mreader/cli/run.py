@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
 from mreader.cli.options import (
     AugmentedPath,

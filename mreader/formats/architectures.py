@@ -30,7 +30,7 @@ _WEIGHT_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One expert's gate, up or down matrix: `tensor`, or rows first..last-1 of its slice `expert` where they are fused."""
+    """One expert's gate, up or down matrix: `tensor`, or rows first..last-1 of its slice `expert` of a fused one."""
 
     tensor: str
     expert: int | None = None
@@ -170,7 +170,8 @@ def _count(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> int:
     value = _config_value(entry, text, what)
     if type(value) is not int or value < 1:
         raise SourceError(
-            f"config.json says {value!r} for {what}, which is no size", "take the config.json that belongs to the weights"
+            f"config.json says {value!r} for {what}, which is no size",
+            "take the config.json that belongs to the weights",
         )
     return value
 
@@ -204,7 +205,7 @@ def _by_layer(prefix: str, tensors: Mapping[str, TensorSpec]) -> dict[int, dict[
 
 
 def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> set[int]:
-    """The layers that have routed experts by config.json: the keys mean the same in every architecture that has them."""
+    """The layers with routed experts by config.json: these keys mean the same in every architecture that has them."""
     layers = _count(entry, text, "num_layers")
     step, first = text.get("decoder_sparse_step") or 1, text.get("first_k_dense_replace") or 0
     dense = set(text.get("mlp_only_layers") or ())
@@ -263,7 +264,7 @@ def _layer(
 
 
 def _layout(names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, str]:
-    """The layout most of whose names are there: a single missing tensor must not hide which layout it is missing from."""
+    """The layout most of whose names are there: one missing tensor must not hide which layout it is missing from."""
     layouts: dict[str, dict[str, str]] = _table()["layouts"]
     patterns = {
         name: [re.escape(n).replace(re.escape("{expert}"), r"\d+") for n in layouts[name].values()] for name in names

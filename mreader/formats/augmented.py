@@ -13,7 +13,7 @@ import torch
 
 from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
-from mreader.formats.checkpoint import CONFIG, INDEX, Checkpoint, assemble, open_checkpoint
+from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, get_code
 from mreader.formats.safetensors_file import LazyTensors, TensorSpec, parse_header
 
@@ -113,7 +113,7 @@ def layer_tensors(layer: RoutedLayer, options: FormatOptions) -> dict[str, Tenso
 
 
 def augmented_tensors(source: Checkpoint, architecture: Architecture, options: FormatOptions) -> dict[str, TensorSpec]:
-    """Every tensor of the augmented checkpoint made from `source`: an augmented layer stands where its first tensor stood."""
+    """Every tensor of the augmented checkpoint: an augmented layer stands where its first tensor stood in `source`."""
     begins = {layer.tensors[0]: layer for layer in architecture.layers}
     transformed = architecture.transformed
     result: dict[str, TensorSpec] = {}
@@ -200,7 +200,7 @@ def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
 
 
 def record_source(source: Checkpoint) -> dict[str, Any]:
-    """mreader_source.json: the texts and headers from which `restore` writes the source's files again, byte for byte."""
+    """mreader_source.json: texts and headers, from which `restore` writes the source's files again byte for byte."""
     return {"texts": source.texts, "headers": {name: h.text.decode() for name, h in source.headers.items()}}
 
 
@@ -237,4 +237,3 @@ def shard_index(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any
     total = sum(spec.nbytes for tensors in shards.values() for spec in tensors.values())
     weight_map = {name: shard for shard, tensors in shards.items() for name in tensors}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-

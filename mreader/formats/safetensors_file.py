@@ -197,8 +197,8 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 def data_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
     """The order in which a shard stores its tensors, so that each is aligned without gaps.
 
-    Tensors whose size is a multiple of 64 bytes come first: they start at multiples of 64 of the file. The others follow
-    by falling item size. Within both groups the given order is kept.
+    Tensors whose size is a multiple of 64 bytes come first: they start at multiples of 64 of the file. The others
+    follow by falling item size. Within both groups the given order is kept.
     """
     odd = {name: spec.nbytes % _ALIGNMENT != 0 for name, spec in tensors.items()}
     return sorted(tensors, key=lambda name: (odd[name], -tensors[name].alignment if odd[name] else 0))
