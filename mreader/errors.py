@@ -30,6 +30,10 @@ class SourceError(MreaderError):
     exit_code = 3
 
 
+class UnreachableError(SourceError):
+    """The Hub cannot be asked: no network, or offline mode. What was downloaded before may still do."""
+
+
 class NoSpaceError(MreaderError):
     """The disk is, or would be, too small."""
 

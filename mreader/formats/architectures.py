@@ -88,7 +88,7 @@ class Architecture:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("mreader.formats").joinpath("architectures.toml").read_text())
+    return tomllib.loads(files("mreader.formats").joinpath("architectures.toml").read_text(encoding="utf-8"))
 
 
 def known_model_types() -> list[str]:

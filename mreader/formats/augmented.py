@@ -159,7 +159,7 @@ class Augmented:
 def is_augmented(folder: Path) -> bool:
     """Whether `folder` says that it holds an augmented checkpoint."""
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return bool(config["quantization_config"]["quant_method"] == METHOD)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -177,7 +177,7 @@ def open_augmented(folder: Path) -> Augmented:
         )
     checkpoint = open_checkpoint(folder)
     options = parse_config_entry(checkpoint.config.get("quantization_config") or {}, str(folder))
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_manifest(folder)
     source = _recorded_source(_read_json(folder / SOURCE), manifest)
     architecture = find_architecture(source)
     _compare(checkpoint.tensors, augmented_tensors(source, architecture, options))
@@ -220,7 +220,7 @@ def _recorded_source(record: Mapping[str, Any], manifest: Mapping[str, Any]) -> 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SourceError(
             f"{path.name} is missing", "download the checkpoint again, or convert the source again"
@@ -230,6 +230,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SourceError(f"{path.name} does not hold a JSON object", "download the checkpoint again")
     return value
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of the augmented checkpoint in `folder`. SourceError where there is none that can be read."""
+    return _read_json(folder / MANIFEST)
 
 
 def shard_index(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
