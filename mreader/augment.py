@@ -19,6 +19,7 @@ from mreader.recovery import recovery_basis, recovery_coeffs
 from mreader.sketch import Sketch, draw_signs, sketch_matrices
 
 _EXPERTS_ON_GPU = 16  # coded side by side: enough to fill it, and far from its memory
+_EXPERTS_AHEAD = 16  # transposed before the first of them is taken
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -34,8 +35,11 @@ def experts_side_by_side(device: torch.device) -> Iterator[Executor]:
     torch.set_num_threads(1)
     try:
         workers = threads if device.type == "cpu" else 1
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        try:
             yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error nobody wants the other experts
     finally:
         torch.set_num_threads(threads)
 
@@ -62,7 +66,9 @@ class LayerAugmenter:
             for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
                 yield from (gate.read(self._tensors), up.read(self._tensors))
         elif part == "down_proj":
-            yield from self._pool.map(lambda down: down.T.contiguous().cpu(), self._down)
+            for first in range(0, len(self._down), _EXPERTS_AHEAD):  # not all at once: each is a copy
+                some = self._down[first : first + _EXPERTS_AHEAD]
+                yield from self._pool.map(lambda down: down.T.contiguous().cpu(), some)
         else:
             yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
 

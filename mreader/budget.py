@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mreader.errors import UsageError
-from mreader.formats.codes import Code
+from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.score import get_score
 from mreader.reader import ReadSettings
-from mreader.sketch import count_blocks
 
 SECTOR = 32
 

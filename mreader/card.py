@@ -1,7 +1,6 @@
 """The model card of an augmented checkpoint: what the Hub reads (front matter) and what a person reads (the rest)."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from mreader.errors import SourceError
+from mreader.formats.augmented import MANIFEST, FormatOptions, parse_config_entry, read_manifest
+from mreader.formats.checkpoint import CONFIG, read_config
+from mreader.inspection import BudgetLine
 
 DEFAULT_PIPELINE = "text-generation"
 _ORDER = ["base_model", "base_model_relation", "library_name", "pipeline_tag", "language"]
@@ -30,22 +32,6 @@ class Inherited:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """One row of the table of budgets.
-
-    channels:   fraction of a token's K*I routed channels that is read, 0 to 1
-    k:          the same as a number of channels
-    candidates: K*I
-    reads:      bytes read in one routed layer over the bytes of a dense read, 0 to 1, sketch and recovery included
-    """
-
-    channels: float
-    k: int
-    candidates: int
-    reads: float
-
-
-@dataclass(frozen=True)
 class CardFacts:
     """Everything that a card states.
 
@@ -54,10 +40,10 @@ class CardFacts:
     base_revision:   commit of the source, None where unknown
     model_type:      `model_type` of config.json
     architecture:    first of `architectures` of config.json
-    codes, rank, seed: options of the conversion
+    options:         options of the conversion
     source_bytes, augmented_bytes: bytes of all safetensors files of the source and of the augmented checkpoint
     budgets:         rows of the table of budgets
-    sketch_error:    mean relative error of the sketch, 0 to 1, None where not measured
+    sketch_error:    mean squared error of the sketch over mean squared weight, None where not measured
     energy_kept:     share of the down projections' energy in the recovery basis U, 0 to 1, None where not measured
     inherited:       metadata of the source's card
     """
@@ -67,12 +53,10 @@ class CardFacts:
     base_revision: str | None
     model_type: str
     architecture: str
-    codes: str
-    rank: int
-    seed: int
+    options: FormatOptions
     source_bytes: int
     augmented_bytes: int
-    budgets: Sequence[Budget] = ()
+    budgets: Sequence[BudgetLine] = ()
     sketch_error: float | None = None
     energy_kept: float | None = None
     inherited: Inherited = field(default_factory=Inherited)
@@ -91,29 +75,27 @@ def model_card(facts: CardFacts) -> str:
 
 
 def read_facts(out: Path) -> CardFacts:
-    """The facts that config.json and mreader_manifest.json of `out` hold: all but budgets and sketch statistics.
+    """The facts that config.json and the manifest of `out` hold: all but budgets and sketch statistics.
 
-    Raises SourceError where one of the two is missing or not what mreader writes.
+    Raises UsageError where `out` is no augmented checkpoint, SourceError where one of the two files is damaged.
     """
+    config = read_config(out)
+    options = parse_config_entry(config.get("quantization_config") or {}, str(out))
+    manifest = read_manifest(out)
     try:
-        config = json.loads((out / "config.json").read_text("utf-8"))
-        manifest = json.loads((out / "mreader_manifest.json").read_text("utf-8"))
-        options, source = config["quantization_config"], manifest["source"]
+        source = manifest["source"]
         return CardFacts(
             repo=out.resolve().name,
             base_model=source["repo"],
             base_revision=source["revision"],
             model_type=config["model_type"],
             architecture=(config.get("architectures") or [config["model_type"]])[0],
-            codes=options["codes"],
-            rank=options["rank"],
-            seed=options["seed"],
+            options=options,
             source_bytes=_weight_bytes(source["files"]),
             augmented_bytes=_weight_bytes(manifest["files"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = f"{out} is no augmented checkpoint: {type(error).__name__}: {error}"
-        raise SourceError(cause, "make one with `mreader convert`") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{CONFIG} or {MANIFEST} of {out} lacks {error}", "convert the source again") from error
 
 
 def for_repo(facts: CardFacts, repo: str, card: str | None) -> CardFacts:
@@ -197,7 +179,7 @@ def _name(facts: CardFacts) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    model = f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else "a local model"
+    model = f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else "A local model"
     return (
         f"# {_name(facts)}\n\n"
         f"{model} as an augmented checkpoint for **mreader**: the native weights, "
@@ -210,8 +192,8 @@ def _usage(facts: CardFacts) -> str:
     name = _name(facts)
     return (
         "## How to run\n\n"
+        "With mreader installed:\n\n"
         "```bash\n"
-        "pip install mreader\n"
         f"hf download {facts.repo} --local-dir {name}\n"
         f'mreader generate {name} --prompt "The capital of France is" --stats\n'
         "```\n\n"
@@ -233,20 +215,22 @@ def _budgets(facts: CardFacts) -> str:
     if not facts.budgets:
         return ""
     rows = [
-        (f"{budget.channels:.1%}", f"{budget.k:,}", f"{budget.candidates:,}", f"{budget.reads:.1%}")
-        for budget in facts.budgets
+        (f"{line.channels:g}", str(line.coordinates), f"{line.k:,}", f"{line.candidates:,}", f"{line.reads:.1%}")
+        for line in facts.budgets
     ]
     explained = (
-        "One routed layer, one token: k of its K*I routed channels are computed exactly; reads are all bytes read, "
-        "sketch and recovery included, against a dense read. Choose one with `--channels` or `--reads`."
+        "One routed layer, one token: the sketch is read at so many coordinates of each block of 128, and k of the "
+        "token's K*I routed channels are computed exactly; reads are all bytes read, sketch and recovery included, "
+        "against a dense read. Choose a row with `--channels` and `--coordinates`, or a share of reads with `--reads`."
     )
-    return f"## Budgets\n\n{explained}\n\n" + _table(("channels", "k", "K*I", "reads"), rows)
+    return f"## Budgets\n\n{explained}\n\n" + _table(("channels", "coordinates", "k", "K*I", "reads"), rows)
 
 
 def _sketch(facts: CardFacts) -> str:
-    rows = [("codes", facts.codes), ("recovery rank", str(facts.rank)), ("seed", str(facts.seed))]
+    options = facts.options
+    rows = [("codes", options.codes), ("recovery rank", str(options.rank)), ("seed", str(options.seed))]
     if facts.sketch_error is not None:
-        rows.append(("mean relative error of the sketch", f"{facts.sketch_error:.1%}"))
+        rows.append(("mean squared error of the sketch over mean squared weight", f"{facts.sketch_error:.1%}"))
     if facts.energy_kept is not None:
         rows.append(("energy of the down projections kept by U", f"{facts.energy_kept:.1%}"))
     return "## Sketch\n\n" + _table(("property", "value"), rows)

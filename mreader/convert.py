@@ -7,6 +7,7 @@ that it was made from, its journal line; then copied files, index, source record
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from mreader.augment import experts_side_by_side
-from mreader.errors import SourceError, UsageError
+from mreader.device import pick_device
+from mreader.errors import SourceError, UnreachableError, UsageError
 from mreader.formats.augmented import (
     DEFAULT_OPTIONS,
     FORMAT_VERSION,
@@ -28,9 +30,9 @@ from mreader.formats.augmented import (
     shard_index,
 )
 from mreader.formats.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint, remote_checkpoint
-from mreader.formats.safetensors_file import HashingFile
+from mreader.formats.safetensors_file import FileRecord, HashingFile
 from mreader.hashing import BackgroundHashes, changed_files
-from mreader.journal import FileRecord, Journal, refuse_other_request
+from mreader.journal import Journal, refuse_other_request
 from mreader.output import (
     CARD,
     claimed,
@@ -61,17 +63,29 @@ def plan_conversion(
     source: str | Path,
     options: FormatOptions = DEFAULT_OPTIONS,
     *,
+    out: str | Path | None = None,
     revision: str | None = None,
     token: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Plan:
-    """What `convert` would write, from headers alone: nothing is downloaded but headers, nothing is written."""
-    if not _is_remote(source):
+    """What `convert` would write, from headers alone: nothing is downloaded but headers, nothing is written.
+
+    out: where it would be written, to refuse what `convert` would refuse there, but for a disk that is too small
+    """
+    remote = _is_remote(source)
+    if revision is not None and not remote:
+        raise UsageError("--revision is for a Hub id, and the source is a folder", "leave --revision out")
+    if out is not None:
+        with os_errors_of(Path(out)):
+            if not remote:
+                refuse_overlap(Path(source), Path(out))
+            refuse_foreign(Path(out))
+    if not remote:
         return _plan(open_checkpoint(Path(source)), options, max_shard_bytes)
     from mreader.hub import remote_headers
 
-    remote = remote_headers(str(source), revision=revision, token=token)
-    return _plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
+    headers = remote_headers(str(source), revision=revision, token=token)
+    return _plan(remote_checkpoint(headers.files, headers.read_text, headers.header), options, max_shard_bytes)
 
 
 def convert(
@@ -101,10 +115,11 @@ def convert(
     progress, out = progress or Progress(), Path(out)
     chosen = pick_device(device)
     with os_errors_of(out):
-        refuse_foreign(out)
-        folder, origin = _fetch(source, out, revision, token, options, max_shard_bytes)
-        refuse_overlap(folder, out)
-        plan = _plan(open_checkpoint(folder), options, max_shard_bytes)
+        if _is_remote(source):
+            plan, origin = _download(str(source), out, options, revision, token, max_shard_bytes)
+        else:
+            plan = plan_conversion(source, options, out=out, revision=revision, max_shard_bytes=max_shard_bytes)
+            origin = Origin()
         request = _request(plan, origin, chosen, max_shard_bytes)
         _Conversion(plan, out, request, chosen, progress).run(overwrite)
     return plan
@@ -114,23 +129,6 @@ def is_repo_id(source: str) -> bool:
     """Whether `source` reads like a Hub id, `name` or `org/name`, and not like a path."""
     parts = source.split("/")
     return len(parts) <= 2 and all(part and not part.startswith((".", "~")) for part in parts)
-
-
-def pick_device(name: str) -> torch.device:
-    """The torch device called "auto", "cpu" or "cuda[:N]"; UsageError where there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"there is no device {name}", "choose auto, cpu or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"there is no device {name}: torch sees {torch.cuda.device_count()} CUDA devices", "choose cpu"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name} is not supported", "choose auto, cpu or cuda:N")
-    return device
 
 
 def _is_remote(source: str | Path) -> bool:
@@ -153,26 +151,18 @@ def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int) -> P
     return plan
 
 
-def _fetch(
-    source: str | Path, out: Path, revision: str | None, token: str | None, options: FormatOptions, max_shard_bytes: int
-) -> tuple[Path, Origin]:
-    """The folder of `source`. A Hub id is planned from its headers first, so that no download is wasted."""
-    if not _is_remote(source):
-        if revision is not None:
-            raise UsageError("--revision is for a Hub id, and the source is a folder", "leave --revision out")
-        return Path(source), Origin()
-    from mreader.hub import fetch_snapshot, remote_headers
+def _download(
+    repo: str, out: Path, options: FormatOptions, revision: str | None, token: str | None, max_shard_bytes: int
+) -> tuple[Plan, Origin]:
+    """The plan of converting a Hub repository, which is downloaded if there is room for what it becomes."""
+    from mreader.hub import fetch_snapshot
 
-    try:
-        remote = remote_headers(str(source), revision=revision, token=token)
-    except SourceError:
-        # Where only the network is at fault, this finds what an earlier run left in the cache, or says what is wrong.
-        folder = fetch_snapshot(str(source), revision=revision, token=token)
-    else:
-        plan = _plan(remote_checkpoint(remote.files, remote.read_text, remote.header), options, max_shard_bytes)
+    with suppress(UnreachableError):  # what an earlier run left in the cache may be enough
+        plan = plan_conversion(repo, options, out=out, revision=revision, token=token, max_shard_bytes=max_shard_bytes)
         require_space(out, plan)
-        folder = fetch_snapshot(str(source), revision=revision, token=token)
-    return folder, Origin(str(source), folder.name)
+    folder = fetch_snapshot(repo, revision=revision, token=token)
+    refuse_overlap(folder, out)
+    return _plan(open_checkpoint(folder), options, max_shard_bytes), Origin(repo, folder.name)
 
 
 def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:
@@ -205,9 +195,8 @@ class _Conversion:
     def run(self, overwrite: bool) -> None:
         require_space(self._out, self._plan)
         with claimed(self._out) as work:
-            if overwrite:
-                remove_conversion(self._out)
-            journal = self._reopened(work) or self._resumed(work) or Journal.create(work, self._request)
+            journal = self._begun_anew(work) if overwrite else self._reopened(work) or self._resumed(work)
+            journal = journal or Journal.create(work, self._request)
             try:
                 if (self._out / MANIFEST).exists():
                     self._progress.note(f"{self._out} is complete already")
@@ -223,16 +212,25 @@ class _Conversion:
     def _is_empty(self) -> bool:
         return all(path.name == WORK_FOLDER for path in self._out.iterdir())
 
+    def _begun_anew(self, work: Path) -> Journal:
+        """The journal of a conversion in the place of another. The other's manifest goes last: until there is this
+        journal, it says whose the folder is.
+        """
+        remove_conversion(self._out)
+        journal = Journal.create(work, self._request)
+        self._remove_records()
+        return journal
+
     def _reopened(self, work: Path) -> Journal | None:
         """The journal of a conversion that is complete; what is damaged in it is forgotten, and so is the manifest."""
-        finished = read_finished(self._out)
-        if finished is None:
-            return None
+        finished, journal = read_finished(self._out), Journal.load(work)
+        if finished is None or (journal and journal.request == self._request and not journal.shards):
+            return None  # with such a journal, the manifest is one that `_begun_anew` had no time to remove
         refuse_other_request(finished.request, {key: self._request[key] for key in finished.request}, self._out)
         self._refuse_changed_source(finished.sources, complete=True)
         damaged = self._damaged(finished.files)
-        names = {shard.name for shard in self._plan.shards}
-        shards = {name: finished.files[name] for name in names & finished.files.keys() - damaged}
+        names = {shard.name for shard in self._plan.shards} - damaged
+        shards = {name: record for name, record in finished.files.items() if name in names}
         journal = Journal.create(work, self._request, finished.sources, shards)
         if damaged:
             self._remove_records()
@@ -289,22 +287,28 @@ class _Conversion:
         todo = [shard for shard in self._plan.shards if shard.name not in journal.shards]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
         unknown = {name: size for name, size in self._source_files().items() if name not in journal.sources}
-        with BackgroundHashes(self._source.path, unknown) as hashes, experts_side_by_side(self._device) as pool:
-            writer = ShardWriter(self._plan, self._device, pool, self._progress)
-            for shard in todo:
-                record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name)
-                for name in writer.origins(shard):
-                    if name not in journal.sources:
-                        journal.finish_source(name, hashes[name])
+        writer = ShardWriter(self._plan, self._device, self._progress)
+        steps = [writer.origins(shard) for shard in todo]
+        with (
+            BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes,
+            experts_side_by_side(self._device) as pool,
+        ):
+            for step, shard in enumerate(todo):
+                hashes.begin(step)
+                record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name, pool)
+                self._finish_sources(journal, hashes.finish(step))
                 journal.finish_shard(shard.name, record)
-            for name in unknown:
-                if name not in journal.sources:
-                    journal.finish_source(name, hashes[name])
+            hashes.begin(len(todo))
+            self._finish_sources(journal, hashes.finish(len(todo)))
+
+    def _finish_sources(self, journal: Journal, records: dict[str, FileRecord]) -> None:
+        for name, record in records.items():
+            if name not in journal.sources:
+                journal.finish_source(name, record)
 
     def _finish(self, journal: Journal, work: Path) -> None:
-        files = dict(journal.shards)
-        for name in self._source.files:
-            files[name] = self._copy(name, journal.sources[name], work)
+        self._copy_files(journal, work)
+        files = {**journal.shards, **{name: journal.sources[name] for name in self._source.files}}
         try:
             for name, value in self._records(journal, files):
                 files[name] = _write_json(value, work / "json.part", self._out / name)
@@ -336,18 +340,26 @@ class _Conversion:
         for name in reversed(_RECORDS):
             (self._out / name).unlink(missing_ok=True)
 
-    def _copy(self, name: str, expected: FileRecord, work: Path) -> FileRecord:
+    def _copy_files(self, journal: Journal, work: Path) -> None:
+        """Copy what is missing or damaged. A README.md that is there stays: it is the source's, or the user's own."""
+        expected = {self._out / name: journal.sources[name] for name in self._source.files}
+        for path, _ in list(changed_files(expected)):
+            name = path.relative_to(self._out).as_posix()
+            if name != CARD or not path.exists():
+                self._copy(name, journal.sources[name], work)
+
+    def _copy(self, name: str, expected: FileRecord, work: Path) -> None:
         target = self._out / name
         make_folder(target.parent)
         with HashingFile(work / "copy.part", target) as file, (self._source.path / name).open("rb") as original:
             while data := original.read(1 << 22):
                 file.write(data)
-            if FileRecord(*file.record()) != expected:
+            if file.record() != expected:
                 raise SourceError(f"{name} changed while it was copied", "leave the source alone while it is converted")
-            return FileRecord(*file.commit())
+            file.commit()
 
 
 def _write_json(value: dict[str, Any], scratch: Path, target: Path) -> FileRecord:
     with HashingFile(scratch, target) as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
-        return FileRecord(*file.commit())
+        return file.commit()

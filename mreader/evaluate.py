@@ -4,7 +4,7 @@ N windows, T tokens of a window, V vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,6 @@ class Evaluation:
     nll: float
     reads: float
     k: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_tokens(path: Path) -> Tensor:

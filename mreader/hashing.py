@@ -2,12 +2,12 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
-from mreader.formats.safetensors_file import sha256_file
-from mreader.journal import FileRecord
+from mreader.formats.safetensors_file import FileRecord, sha256_file
 
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -36,24 +36,40 @@ def changed_files(
 
 
 class BackgroundHashes:
-    """sha256 of the files in `folder`, in the background and in order; `hashes[name]` waits for one.
+    """sha256 of the files in `folder`, in the background, step by step, as they are needed by other work.
 
-    Leaving the `with` block abandons what is not done.
+    files: name -> size
+    steps: the names that each step needs; a name may be needed more than once
+
+    Hashing and the other work read the same files at about the same time, so that one finds them in memory where the
+    other has just read them. A step is begun one step ahead; further ahead where the other work had to wait for
+    hashes, since more files at a time are the only way to hash faster. Leaving the `with` block abandons what is not
+    done.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: Mapping[str, int], steps: Sequence[Collection[str]]) -> None:
+        self._folder, self._files = folder, files
+        self._steps = [[name for name in step if name in files] for step in steps]
+        self._ahead = 1
         self._left = threading.Event()
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._records: dict[str, Future[FileRecord]] = {
-            name: self._pool.submit(self._record, name, size) for name, size in files.items()
-        }
+        self._records: dict[str, Future[FileRecord]] = {}
 
     def __enter__(self) -> "BackgroundHashes":
         return self
 
-    def __getitem__(self, name: str) -> FileRecord:
-        return self._records[name].result()
+    def begin(self, step: int) -> None:
+        """Start with the files of `step`, and with those of the next."""
+        for name in chain.from_iterable(self._steps[step : step + 1 + self._ahead]):
+            if name not in self._records:
+                self._records[name] = self._pool.submit(self._record, name, self._files[name])
+
+    def finish(self, step: int) -> dict[str, FileRecord]:
+        """Wait for the files of `step`, which was begun."""
+        futures = {name: self._records[name] for name in self._steps[step]}
+        if not all(future.done() for future in futures.values()):
+            self._ahead += 1
+        return {name: future.result() for name, future in futures.items()}
 
     def __exit__(self, *_: object) -> None:
         self._left.set()

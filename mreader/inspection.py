@@ -3,7 +3,7 @@
 E experts, K routed experts of a token, I channels of an expert, H hidden size, r rank.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from mreader.formats.augmented import Augmented, layer_tensors, open_augmented
 from mreader.formats.codes import BLOCK, Code, unpack, values
 from mreader.progress import Progress
 
-# (channels f, coordinates): the budgets that reader and paper are known by, from the smallest reads to the largest
+# (channels f, coordinates), from the smallest reads to the largest: the three budgets of the published results (full
+# screening with the largest) and, between them, the largest number of channels with partial screening.
 _BUDGETS = ((0.0725, 80), (0.122, 80), (0.2, 80), (0.2, BLOCK))
 _KINDS = {
     "native": ("gate_up_proj", "down_proj"),
@@ -73,9 +74,6 @@ class Inspection:
     sketch_error: float
     quality: list[LayerQuality]
     budgets: list[BudgetLine]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def inspect_checkpoint(path: str | Path, *, progress: Progress | None = None) -> Inspection:

@@ -8,33 +8,13 @@ done again.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mreader.errors import UsageError
-from mreader.formats.safetensors_file import sync_folder
+from mreader.formats.safetensors_file import FileRecord, sync_folder
 
 JOURNAL = "journal.jsonl"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """sha256 in hexadecimal and size in bytes of a finished file."""
-
-    sha256: str
-    bytes: int
-
-    def entry(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, "bytes": self.bytes}
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "FileRecord":
-        """The record in a line of the journal or in a manifest. KeyError or TypeError where it is none."""
-        sha256, size = entry["sha256"], entry["bytes"]
-        if not isinstance(sha256, str) or type(size) is not int:
-            raise TypeError(f"sha256 and bytes of a file are {sha256!r} and {size!r}")
-        return cls(sha256, size)
 
 
 class Journal:

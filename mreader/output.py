@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from mreader.errors import MreaderError, NoSpaceError, UsageError
 from mreader.formats.augmented import MANIFEST, SOURCE, WORK_FOLDER
 from mreader.formats.checkpoint import CONFIG, INDEX, is_safe_name
-from mreader.formats.safetensors_file import sync_folder
-from mreader.journal import JOURNAL, FileRecord, Journal
+from mreader.formats.safetensors_file import FileRecord, sync_folder
+from mreader.journal import JOURNAL, Journal
 from mreader.plan import Plan
 
 CARD = "README.md"  # push-to-hub publishes another one, so no manifest pins it
@@ -39,7 +39,7 @@ class Finished:
 def read_finished(out: Path) -> Finished | None:
     """The manifest in `out`; None where there is none, or none that can be trusted."""
     try:
-        manifest = json.loads((out / MANIFEST).read_text())
+        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         request = {key: dict(manifest[key]) for key in ("options", "versions")}
         sources, files = (_records(part) for part in (manifest["source"]["files"], manifest["files"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -61,6 +61,11 @@ def os_errors_of(out: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(
                 f"the disk of {out} is full", "free some space and run the same command to resume"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise NoSpaceError(
+                f"the disk of {out}, or `ulimit -f`, does not allow a file that large",
+                "name a folder on another disk, or choose a smaller --max-shard-size with --overwrite",
             ) from error
         what = error.strerror or str(error)
         raise MreaderError(f"{error.filename or out}: {what}", "check the path and its permissions") from error
@@ -94,20 +99,19 @@ def _is_work(path: Path) -> bool:
 
 
 def remove_conversion(out: Path) -> None:
-    """Remove what conversions into `out` wrote, and nothing else.
+    """Remove what conversions into `out` wrote, and nothing else, but for manifest and journal.
 
-    config.json goes first, so that no half passes for a whole; what says whose the files are goes last, so that a
-    removal that is cut short can be run again.
+    config.json goes first, so that no half passes for a whole. Manifest and journal say whose the files are: one of
+    them is left at any moment, or a removal that is cut short could not be run again.
     """
-    names = _own_names(out)
-    for name in (CONFIG, INDEX, SOURCE, *sorted(names), MANIFEST):
+    names = _own_names(out) - {MANIFEST}
+    for name in (CONFIG, INDEX, SOURCE, *sorted(names)):
         (out / name).unlink(missing_ok=True)
     folders = {parent for name in names for parent in (out / name).parents if out in parent.parents}
     for folder in sorted(folders, reverse=True):  # the inner ones first
         remove_if_empty(folder)
     for path in (out / WORK_FOLDER).glob("*.part"):
         path.unlink()
-    (out / WORK_FOLDER / JOURNAL).unlink(missing_ok=True)
 
 
 def _own_names(out: Path) -> set[str]:
@@ -126,12 +130,12 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def require_space(out: Path, plan: Plan, done: int | None = None) -> None:
-    """NoSpaceError where the disk of `out` lacks room for what `plan` writes beyond the `done` bytes that are there.
+def require_space(out: Path, plan: Plan) -> None:
+    """NoSpaceError where the disk of `out` lacks room for what `plan` writes.
 
-    done: by default, the bytes of an earlier conversion into `out`: it is resumed or removed
+    The bytes of an earlier conversion into `out` count as room: it is resumed or removed.
     """
-    require_space_for(out, plan.nbytes - (_own_bytes(out) if done is None else done))
+    require_space_for(out, plan.nbytes - _own_bytes(out))
 
 
 def _own_bytes(out: Path) -> int:
@@ -206,9 +210,9 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _lock_file(work: Path) -> TextIO:
+def _lock_file(work: Path) -> BinaryIO:
     work.mkdir(exist_ok=True)
-    file = (work / _LOCK).open("w")
+    file = (work / _LOCK).open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -9,8 +9,10 @@ from mreader.formats.checkpoint import SINGLE, Checkpoint
 from mreader.formats.safetensors_file import TensorSpec, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
-# Working memory beside the mapped pages of a layer: Python, torch and one expert's float32 chunks.
-_BASE_MEMORY = 600_000_000
+# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread.
+_BASE_MEMORY = 700_000_000
+# Results are joined from the experts' parts; those of the recovery map are float32 first.
+_SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
 STEPS = (
     ("gate_up_proj",),
@@ -65,13 +67,24 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """An upper estimate of the resident memory: the mapped pages and the results of the largest layer."""
-        return max(self._layer_memory(layer) for layer in self.architecture.layers) + _BASE_MEMORY
+        """An upper estimate of the resident memory: the largest layer, still to be written, and the largest copied
+        tensor, which may be looked at in the meantime.
+        """
+        transformed = self.architecture.transformed
+        copied = max((spec.nbytes for name, spec in self.source.tensors.items() if name not in transformed), default=0)
+        return max(self._layer_memory(layer) for layer in self.architecture.layers) + copied + _BASE_MEMORY
 
     def _layer_memory(self, layer: RoutedLayer) -> int:
+        """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results."""
         mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
-        computed = layer_tensors(layer, self.options)
-        return mapped + sum(computed[part].nbytes for step in STEPS[2:] for part in step)
+        nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
+        _, (down,), sketch, recovery = STEPS
+        return (
+            mapped
+            + nbytes[down]
+            + _SKETCH_COPIES * sum(nbytes[part] for part in sketch)
+            + _RECOVERY_COPIES * sum(nbytes[part] for part in recovery)
+        )
 
 
 def make_plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int = MAX_SHARD_BYTES) -> Plan:

@@ -146,11 +146,12 @@ def load(
     device: "auto" (CUDA where there is one), "cpu" or "cuda:N"
     kwargs: for transformers' `from_pretrained` (`revision`, `token`, `attn_implementation`, ...)
 
-    Raises what `open_augmented` raises for a folder.
+    Raises what `open_augmented` raises for a folder, and SourceError where there is neither a folder nor a Hub id.
     """
-    from mreader.convert import pick_device
+    from mreader.convert import is_repo_id
+    from mreader.device import pick_device
 
-    if Path(path).is_dir():
+    if Path(path).exists() or not is_repo_id(str(path)):
         open_augmented(Path(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
     loaded: PreTrainedModel = model.to(pick_device(device)).eval()

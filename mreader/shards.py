@@ -10,8 +10,7 @@ from mreader.augment import LayerAugmenter, refuse_non_finite
 from mreader.background import BackgroundWriter
 from mreader.errors import MreaderError, SourceError
 from mreader.formats.architectures import RoutedLayer
-from mreader.formats.safetensors_file import HashingFile, LazyTensors, as_bytes, data_order, encode_header
-from mreader.journal import FileRecord
+from mreader.formats.safetensors_file import FileRecord, HashingFile, LazyTensors, as_bytes, data_order, encode_header
 from mreader.plan import SHARD_METADATA, Plan, Shard
 from mreader.progress import Progress
 
@@ -19,21 +18,23 @@ _NATIVE = (".gate_up_proj", ".down_proj")
 
 
 class ShardWriter:
-    """Writes shards of `plan`, computing on `device`, experts side by side in `pool`."""
+    """Writes shards of `plan`, computing on `device`."""
 
-    def __init__(self, plan: Plan, device: torch.device, pool: Executor, progress: Progress) -> None:
-        self._plan, self._device, self._pool, self._progress = plan, device, pool, progress
+    def __init__(self, plan: Plan, device: torch.device, progress: Progress) -> None:
+        self._plan, self._device, self._progress = plan, device, progress
         self._source = plan.source
         self._layers = {layer.prefix: layer for layer in plan.architecture.layers}
 
-    def write(self, shard: Shard, scratch: Path, target: Path) -> FileRecord:
-        """Write `shard` to `scratch`; it appears at `target` when it is whole and on the disk."""
+    def write(self, shard: Shard, scratch: Path, target: Path, pool: Executor) -> FileRecord:
+        """Write `shard` to `scratch`, experts side by side in `pool`; it appears at `target` when it is whole and on
+        the disk.
+        """
         with HashingFile(scratch, target) as file:
             with BackgroundWriter(file, self._queued_bytes, self._progress.advance) as writer:
                 writer.put(encode_header(shard.tensors, SHARD_METADATA))
                 for run in self._runs(data_order(shard.tensors)):
-                    self._write_run(writer, run)
-            return FileRecord(*file.commit())
+                    self._write_run(writer, run, pool)
+            return file.commit()
 
     def origins(self, shard: Shard) -> list[str]:
         """The source files that `shard` is made from."""
@@ -65,7 +66,7 @@ class ShardWriter:
         if run:
             yield run
 
-    def _write_run(self, writer: BackgroundWriter, run: Sequence[str]) -> None:
+    def _write_run(self, writer: BackgroundWriter, run: Sequence[str], pool: Executor) -> None:
         """Tensors of one layer, or one copied tensor."""
         layer = self._layer_of(run[0])
         with LazyTensors(self._source.path, self._source.where) as tensors:
@@ -75,7 +76,7 @@ class ShardWriter:
                 return
             self._progress.layer(layer.ordinal + 1, len(self._layers))
             try:
-                for piece in self._pieces(layer, run, tensors):
+                for piece in self._pieces(layer, run, tensors, pool):
                     writer.put(as_bytes(piece))
             except (MreaderError, RuntimeError) as error:  # RuntimeError: torch's of a decomposition that fails
                 _refuse_non_finite_layer(layer, tensors)  # a better explanation of whatever could not be computed
@@ -83,8 +84,10 @@ class ShardWriter:
                     raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error
                 raise
 
-    def _pieces(self, layer: RoutedLayer, run: Sequence[str], tensors: LazyTensors) -> Iterator[torch.Tensor]:
-        augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device, self._pool)
+    def _pieces(
+        self, layer: RoutedLayer, run: Sequence[str], tensors: LazyTensors, pool: Executor
+    ) -> Iterator[torch.Tensor]:
+        augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device, pool)
         for name in run:
             for piece in augmenter.pieces(name.rpartition(".")[2]):
                 if not name.endswith(_NATIVE):  # those are large, and what is computed from them tells as much

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mreader.formats.codes import BLOCK, Code, pack_used
+from mreader.formats.codes import BLOCK, Code, count_blocks, pack_used
 
 # Elements fitted at once. On a CPU the four float32 arrays of a fit take 1.6 MB, within a second-level cache of 2 MB:
 # a quarter of that spends its time in calls, four times as much in memory. A GPU wants to be filled.
@@ -33,11 +33,6 @@ class Sketch:
     codes: Tensor
     scales: Tensor
     errors: Tensor
-
-
-def count_blocks(hidden: int) -> int:
-    """nb = ceil(H / 128)."""
-    return math.ceil(hidden / BLOCK)
 
 
 def draw_signs(hidden: int, seed: int, layer: int) -> Tensor:

@@ -75,6 +75,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_TEXT, "intermediate_size": CHANNELS, "num_experts": EXPERTS, "num_experts_per_tok": ROUTED},
     ),
     "qwen2_moe": ("qwen2_moe", {**_QWEN2, "mlp_only_layers": [1]}),
+    "qwen2_moe, every second layer": ("qwen2_moe", {**_QWEN2, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "qwen3_moe": ("qwen3_moe", {**_QWEN, "intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": [0]}),
     "mixtral": (
         "mixtral",

@@ -347,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return lambda: self._lfs_batch("/".join(name).removesuffix(".git"))
             case ["lfs", action, oid, *rest]:
                 return lambda: self._lfs(action, oid, rest)
-            case [*_, "resolve", _, _] | [*_, "resolve", _, _, _]:
+            case [_, "resolve", _, _, *_] | [_, _, "resolve", _, _, *_]:
                 return self._resolve
         raise Refused(404, f"no such route: {self.path}")
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from mreader.cli.memory import keep_freed_memory
 
 # Forks of a process that has imported everything and has no threads yet.
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -47,14 +51,36 @@ def run_and_kill_at(step: int, folder: Path, task: Callable[..., Any], *argument
     return run(_killed_at, step, folder, task, arguments)
 
 
+def changes(folder: Path, task: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What a whole run changes in `folder`, in order: "open NAME", "os.rename OLD NEW", "os.remove NAME", ..."""
+    receiver, sender = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=_recorded, args=(sender, folder, task, arguments))
+    process.start()
+    sender.close()
+    try:
+        recorded: list[str] = receiver.recv()
+    finally:
+        process.join()
+    assert process.exitcode == 0
+    return recorded
+
+
 def count_changes(folder: Path, task: Callable[..., Any], *arguments: Any) -> int:
     """How many changes to `folder` a whole run makes."""
-    counter = _PROCESSES.Value("i", 0)
-    process = _PROCESSES.Process(target=_counted, args=(counter, folder, task, arguments))
+    return len(changes(folder, task, *arguments))
+
+
+def peak_memory(task: Callable[..., Any], *arguments: Any) -> int:
+    """The largest resident set, in bytes, of a process that does `task`.
+
+    A process that pytest starts itself would begin with pytest's own; the fork server has no more than the imports.
+    """
+    peak = _PROCESSES.Value("q", 0)
+    process = _PROCESSES.Process(target=_measured, args=(peak, task, arguments))
     process.start()
     process.join()
     assert process.exitcode == 0
-    return int(counter.value)
+    return int(peak.value)
 
 
 def _run(task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -68,7 +94,7 @@ def _run(task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 def _killed_at(step: int, folder: Path, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     left = step
 
-    def count() -> None:
+    def count(_: str) -> None:
         nonlocal left
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -78,16 +104,21 @@ def _killed_at(step: int, folder: Path, task: Callable[..., Any], arguments: tup
     _run(task, arguments)
 
 
-def _counted(counter: Any, folder: Path, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    def count() -> None:
-        counter.value += 1
-
-    _on_change(folder, count)
+def _recorded(sender: Connection, folder: Path, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    recorded: list[str] = []
+    _on_change(folder, recorded.append)
     _run(task, arguments)
+    sender.send(recorded)
 
 
-def _on_change(folder: Path, call: Callable[[], None]) -> None:
-    """Call before every change to `folder` or to what is in it."""
+def _measured(peak: Any, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    keep_freed_memory()  # as the command does
+    _run(task, arguments)
+    peak.value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _on_change(folder: Path, call: Callable[[str], None]) -> None:
+    """Call before every change to `folder` or to what is in it, with what it is."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -100,7 +131,9 @@ def _on_change(folder: Path, call: Callable[[], None]) -> None:
             # relative to an open folder, as shutil.rmtree does it
             inside = name.startswith(str(folder)) or (event in _CHANGES and not Path(name).is_absolute())
             if inside:
-                call()
+                names = [os.fsdecode(a) for a in arguments[:2] if isinstance(a, str | bytes | os.PathLike)]
+                names = names if event == "os.rename" else names[:1]  # the mode of "open" is text as well
+                call(" ".join([event, *(os.path.relpath(n, folder) if Path(n).is_absolute() else n for n in names)]))
 
     sys.addaudithook(hook)
 
@@ -115,6 +148,34 @@ def restore(out: Path, destination: Path) -> None:
     from mreader.restore import restore as task
 
     task(out, destination)
+
+
+def convert_with_limit(source: Path, out: Path, max_shard_bytes: int, largest_file: int) -> None:
+    """The command, where no file may grow larger. Its exit status is that of the process."""
+    from mreader.cli.main import main
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does when it starts: an error is raised instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    size = str(max_shard_bytes)
+    sys.argv = ["mreader", "convert", str(source), str(out), "--device", "cpu", "-q", "--max-shard-size", size]
+    main()
+
+
+def convert_at_once(source: Path, out: Path) -> None:
+    """A conversion into one shard."""
+    convert(source, out, 10**12)
+
+
+def convert_to_slow_disk(source: Path, out: Path) -> None:
+    """A conversion that computes much faster than it writes, so that all that may wait to be written does."""
+    from mreader.convert import convert as task
+    from mreader.progress import Progress
+
+    class Slow(Progress):
+        def advance(self, nbytes: int) -> None:
+            time.sleep(nbytes / 60e6)
+
+    task(source, out, device="cpu", progress=Slow())
 
 
 def convert_slowly(source: Path, out: Path, max_shard_bytes: int) -> None:

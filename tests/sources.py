@@ -30,7 +30,7 @@ def make_source(folder: Path, name: str = "olmoe", *, files: int = 6, **override
         "nested/deeper/vocabulary.txt": "a\nb\n",
     }.items():
         (folder / side).parent.mkdir(parents=True, exist_ok=True)
-        (folder / side).write_text(text)
+        (folder / side).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -45,7 +45,9 @@ def _deal_out(folder: Path, files: int) -> None:
         save_file({name: tensors[name].clone() for name in part}, folder / shard, {"format": "pt"})
         where |= dict.fromkeys(part, shard)
     (folder / "model.safetensors").unlink()
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}, indent=2))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": where}, indent=2), encoding="utf-8"
+    )
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -61,14 +63,14 @@ def shard_of(folder: Path, tensor: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_text())
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return value
 
 
 def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     value = read_json(path)
     edit(value)
-    path.write_text(json.dumps(value))
+    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def edit_shard(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:

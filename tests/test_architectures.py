@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import ARCHITECTURES
 from commands import contents, mreader
 from sources import INDEX, make_source, read_json, shards
 
+from mreader.errors import SourceError
 from mreader.formats.architectures import find_architecture, known_model_types
-from mreader.formats.checkpoint import open_checkpoint
+from mreader.formats.checkpoint import Checkpoint, assemble, open_checkpoint
+from mreader.formats.safetensors_file import parse_header
 
-MOE_LAYERS = {"qwen2_moe": [0, 2], "qwen3_moe": [1, 2]}
+MOE_LAYERS = {"qwen2_moe": [0, 2], "qwen2_moe, every second layer": [1, 3], "qwen3_moe": [1, 2]}
 
 
 @pytest.fixture(scope="module", params=[(name, files) for name in ARCHITECTURES for files in (1, 5)], ids=str)
@@ -46,6 +50,43 @@ def test_layers_with_and_without_experts(case: tuple[str, Path]) -> None:
         assert (layer.experts, layer.channels, layer.hidden, layer.dtype) == (6, 80, 192, "BF16")
     assert architecture.routed == 3
     assert not [tensor for tensor in architecture.transformed if "shared_expert" in tensor or ".gate.weight" in tensor]
+
+
+def headers_only(config: dict[str, Any], routed_layers: list[int]) -> Checkpoint:
+    """A checkpoint of two experts a layer, of which only config.json and the header of the one shard exist."""
+    names = [
+        (f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight", shape)
+        for layer in routed_layers
+        for expert in range(2)
+        for part, shape in (("gate", (8, 16)), ("up", (8, 16)), ("down", (16, 8)))
+    ]
+    entries = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [256 * i, 256 * (i + 1)]}
+        for i, (name, shape) in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    size = 8 + len(header) + 256 * len(names)
+    return assemble(
+        None,
+        {"config.json": 0, "model.safetensors": size},
+        lambda _: json.dumps(config),
+        lambda name: parse_header(header, size, name),
+    )
+
+
+FIRST_TWO_DENSE = {
+    **{"model_type": "olmoe", "num_experts": 2, "num_experts_per_tok": 1, "hidden_act": "silu"},
+    **{"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+}
+
+
+def test_first_layers_without_experts() -> None:
+    """The key means the same in every config that has it; none of the types that transformers can save here does."""
+    layers = find_architecture(headers_only(FIRST_TWO_DENSE, [2, 3])).layers
+    assert [(layer.number, layer.ordinal) for layer in layers] == [(2, 0), (3, 1)]
+    for wrong, number in (([1, 2, 3], 1), ([3], 2), ([0, 1, 2, 3], 0)):
+        with pytest.raises(SourceError, match=f"layer {number} has"):
+            find_architecture(headers_only(FIRST_TWO_DENSE, wrong))
 
 
 def test_borders_of_shards_cut_through_experts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import killing
 import pytest
 import torch
 from commands import contents, mreader
@@ -112,7 +113,7 @@ def only(*keep: str, **files: str) -> Callable[[Path], None]:
             if path.name not in keep:
                 path.unlink()
         for name, content in files.items():
-            (folder / name.replace("__", ".")).write_text(content)
+            (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
 
     return change
 
@@ -309,11 +310,14 @@ def test_augmented_source(augmented: Path, tmp_path: Path) -> None:
         (["--device", "tpu9"], ["tpu9"]),
         (["--max-shard-size", "large"], ["max-shard-size", "large"]),
         (["--max-shard-size", "0"], ["max-shard-size", "0"]),
+        (["--max-shard-size", "1e400GB"], ["max-shard-size", "1e400GB"]),
+        (["--max-shard-size", "nan"], ["max-shard-size", "nan"]),
         (["--revision", "main"], ["--revision"]),
     ],
 )
-def test_bad_option(source: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
-    ran = mreader("convert", source, tmp_path / "out", *options)
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_bad_option(source: Path, tmp_path: Path, options: list[str], words: list[str], dry_run: list[str]) -> None:
+    ran = mreader("convert", source, tmp_path / "out", *options, *dry_run)
     assert [word for word in words if word not in ran.cause] == [], ran.err
     assert ran.code == USAGE
     assert not (tmp_path / "out").exists()
@@ -338,7 +342,7 @@ def test_foreign_output_folder_is_never_touched(
     out = tmp_path / "out"
     for name, content in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(content)
+        (out / name).write_text(content, encoding="utf-8")
     before = contents(out)
     ran = mreader("convert", source, out, "-q", *options)
     assert f"error: {out} is not empty" in ran.err
@@ -362,14 +366,23 @@ def test_output_below_a_file(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-@pytest.mark.parametrize("place", [".", "out", "nested/out", ".."])
-def test_source_and_output_overlap(source: Path, tmp_path: Path, place: str, overwrite: list[str]) -> None:
+@pytest.mark.parametrize("options", [[], ["--overwrite"], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (".", "are the same folder"),
+        ("out", "lies inside the other"),
+        ("nested/out", "lies inside the other"),
+        ("..", "lies inside the other"),
+    ],
+)
+def test_source_and_output_overlap(source: Path, tmp_path: Path, place: str, words: str, options: list[str]) -> None:
     folder = copied(source, tmp_path / "above" / "source")
     before = contents(tmp_path)
-    ran = mreader("convert", folder, folder / place, *overwrite)
+    ran = mreader("convert", folder, folder / place, *options)
     assert ran.code == USAGE
     assert str(folder) in ran.cause
+    assert words in ran.cause
     assert contents(tmp_path) == before
 
 
@@ -444,6 +457,23 @@ def test_disk_that_fills_up_in_the_first_shard_leaves_nothing(
         assert list(disk.iterdir()) == []
 
 
+def test_file_that_may_not_grow_leaves_what_can_be_resumed(source: Path, tmp_path: Path) -> None:
+    """As on a disk that fills up, without the need to mount one."""
+    out = tmp_path / "out"
+    assert killing.run(killing.convert_with_limit, source, out, 200_000, 300_000) == SPACE
+    assert shards(out)
+    names = {path.name for path in out.iterdir()}
+    assert not names & {"config.json", INDEX, "mreader_manifest.json", "mreader_source.json"}
+    assert not list((out / ".mreader").glob("*.part"))
+    assert mreader("convert", source, out, "--max-shard-size", "200000", "-q").code == 0
+    assert mreader("verify", out, "--source", source).code == 0
+
+
+def test_file_that_may_not_grow_in_the_first_shard_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    assert killing.run(killing.convert_with_limit, source, tmp_path / "new" / "out", 10**9, 300_000) == SPACE
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", [INDEX, "mreader_source.json", "config.json", "mreader_manifest.json"])
 def test_disk_that_fills_up_at_the_end_leaves_no_half_checkpoint(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -478,6 +508,22 @@ def test_read_only_output(source: Path, tmp_path: Path) -> None:
         assert str(disk / "out") in ran.cause
         assert "Read-only" in ran.cause
         assert list(disk.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("place", ["disk", "disk/out", "disk/new/out"])
+def test_output_without_permission(source: Path, tmp_path: Path, place: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(0o555)
+    try:
+        ran = mreader("convert", source, tmp_path / place)
+        assert ran.code == 1
+        assert str(disk) in ran.cause
+        assert "Permission denied" in ran.cause
+        assert list(disk.iterdir()) == []
+    finally:
+        disk.chmod(0o755)
 
 
 def test_errors_of_the_work_itself_are_one_line_too(

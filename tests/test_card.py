@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from mreader.card import Budget, CardFacts, Inherited, for_repo, inherited, is_untouched, model_card, read_facts
-from mreader.errors import SourceError
+from mreader.card import CardFacts, Inherited, for_repo, inherited, is_untouched, model_card, read_facts
+from mreader.errors import SourceError, UsageError
+from mreader.formats.augmented import FormatOptions
+from mreader.inspection import BudgetLine
+
+
+def budget(channels: float, coordinates: int, k: int, reads: float) -> BudgetLine:
+    return BudgetLine(channels, coordinates, "variance", k, 8192, 0.0, 0.0, 0.0, reads, 0)
+
 
 FACTS = CardFacts(
     repo="lab/OLMoE-mreader",
@@ -16,12 +23,10 @@ FACTS = CardFacts(
     base_revision="a" * 40,
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    codes="ternary",
-    rank=32,
-    seed=0,
+    options=FormatOptions(),
     source_bytes=13_800_000_000,
     augmented_bytes=16_100_000_000,
-    budgets=(Budget(0.122, 999, 8192, 0.1784), Budget(0.25, 2048, 8192, 0.3)),
+    budgets=(budget(0.0725, 80, 594, 0.1287), budget(0.2, 80, 1638, 0.372), budget(0.2, 128, 1638, 0.435)),
     sketch_error=0.4432,
     energy_kept=0.061,
     inherited=Inherited("other", "own", "LICENSE", ("en", "no"), ("moe", "olmo"), "image-text-to-text"),
@@ -53,7 +58,7 @@ class TestMetadata:
         }
 
     def test_survives_a_file(self, tmp_path: Path) -> None:
-        (tmp_path / "README.md").write_text(model_card(FACTS))
+        (tmp_path / "README.md").write_text(model_card(FACTS), encoding="utf-8")
         assert ModelCard.load(tmp_path / "README.md").data.license == "other"
 
     def test_local_source_says_nothing_it_does_not_know(self) -> None:
@@ -75,13 +80,16 @@ class TestBody:
     def test_says_how_to_run_and_what_it_costs(self) -> None:
         text = model_card(FACTS)
         for line in (
-            "pip install mreader",
+            "With mreader installed:",
             "mreader generate OLMoE-mreader --prompt",
             'AutoModelForCausalLM.from_pretrained("lab/OLMoE-mreader")',
-            "| 12.2% | 999 | 8,192 | 17.8% |",
+            "| channels | coordinates | k | K*I | reads |",
+            "| 0.0725 | 80 | 594 | 8,192 | 12.9% |",
+            "| 0.2 | 80 | 1,638 | 8,192 | 37.2% |",
+            "| 0.2 | 128 | 1,638 | 8,192 | 43.5% |",
             "| augmented | 16.10 GB |",
             "| added | +16.7% |",
-            "| mean relative error of the sketch | 44.3% |",
+            "| mean squared error of the sketch over mean squared weight | 44.3% |",
             "| energy of the down projections kept by U | 6.1% |",
         ):
             assert line in text
@@ -137,17 +145,26 @@ class TestReadFacts:
     def test_from_a_folder(self, tmp_path: Path) -> None:
         out = tmp_path / "olmoe"
         out.mkdir()
-        config = {"model_type": "olmoe", "quantization_config": {"codes": "quaternary", "rank": 16, "seed": 7}}
+        options = FormatOptions("quaternary", rank=16, seed=7)
+        config = {"model_type": "olmoe", "quantization_config": options.config_entry()}
         source = {"repo": None, "revision": None, "files": {"a.safetensors": {"bytes": 100}, "README.md": {"bytes": 9}}}
         written = {"a.safetensors": {"bytes": 120}, "config.json": {"bytes": 5}}
-        (out / "config.json").write_text(json.dumps(config))
-        (out / "mreader_manifest.json").write_text(json.dumps({"source": source, "files": written}))
+        (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (out / "mreader_manifest.json").write_text(json.dumps({"source": source, "files": written}), encoding="utf-8")
         facts = read_facts(out)
         assert (facts.repo, facts.base_model, facts.architecture) == ("olmoe", None, "olmoe")
-        assert (facts.codes, facts.rank, facts.seed) == ("quaternary", 16, 7)
+        assert facts.options == options
         assert facts.added == pytest.approx(0.2)
 
     def test_of_another_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
-        with pytest.raises(SourceError, match="no augmented checkpoint"):
+        config: dict[str, object] = {"model_type": "olmoe"}
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with pytest.raises(UsageError, match="is not an augmented checkpoint"):
+            read_facts(tmp_path)
+        config["quantization_config"] = FormatOptions().config_entry()
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with pytest.raises(SourceError, match=r"mreader_manifest\.json is missing"):
+            read_facts(tmp_path)
+        (tmp_path / "mreader_manifest.json").write_text('{"source": {}, "files": {}}', encoding="utf-8")
+        with pytest.raises(SourceError, match="lacks 'repo'"):
             read_facts(tmp_path)

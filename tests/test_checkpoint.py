@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from mreader.errors import SourceError, UnsupportedError
-from mreader.formats.checkpoint import Checkpoint, is_safe_name, open_checkpoint, remote_checkpoint
+from mreader.formats.checkpoint import Checkpoint, is_safe_name, open_checkpoint, remote_checkpoint, select_files
 
 CONFIG = '{"model_type": "anything"}'
 INDEX = "model.safetensors.index.json"
@@ -19,15 +20,15 @@ INDEX = "model.safetensors.index.json"
 def make(folder: Path, shards: dict[str, list[str]], index: bool = False, **files: str) -> Path:
     """A folder with shards (file -> names of its tensors), an index of them, and other files."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(CONFIG)
+    (folder / "config.json").write_text(CONFIG, encoding="utf-8")
     for name, tensors in shards.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         save_file({tensor: torch.zeros(4) for tensor in tensors}, folder / name)
     if index:
         where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
     for name, content in files.items():
-        (folder / name.replace("__", ".")).write_text(content)
+        (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
     return folder
 
 
@@ -82,7 +83,6 @@ def test_other_files_belong_to_it_and_other_weights_do_not(tmp_path: Path) -> No
         "größe.txt": "x",
         "modeling_x.py": "pass",
         "README.md": "# x",
-        ".gitattributes": "*.safetensors filter=lfs",
         "figures/loss curve.png": "png",
     }
     left = {
@@ -93,14 +93,17 @@ def test_other_files_belong_to_it_and_other_weights_do_not(tmp_path: Path) -> No
         "onnx/model.onnx": "x",
         "onnx/model.onnx_data": "x",
         ".git/HEAD": "ref",
+        ".gitattributes": "*.safetensors filter=lfs",
+        ".gitignore": "*.json",
         ".cache/huggingface/x.lock": "",
         ".mreader/journal.jsonl": "",
+        "sub/.cache/x": "",
         "__pycache__/modeling_x.cpython-311.pyc": "x",
     }
     make(tmp_path, {"model.safetensors": ["a"]})
     for name, content in {**kept, **left}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
     assert opened(tmp_path).files == {name: len(content.encode()) for name, content in kept.items()}
 
 
@@ -126,7 +129,9 @@ def test_remote_and_local_are_the_same_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, {"m-1.safetensors": ["a"], "m-2.safetensors": ["b"]}, index=True, tokenizer__json="{}")
     local = opened(tmp_path)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    remote = remote_checkpoint(sizes, lambda name: (tmp_path / name).read_text(), lambda name: local.headers[name].text)
+    remote = remote_checkpoint(
+        sizes, lambda name: (tmp_path / name).read_text(encoding="utf-8"), lambda name: local.headers[name].text
+    )
     assert remote.folder is None
     assert (remote.texts, remote.headers, remote.where, remote.files) == (
         local.texts,
@@ -147,6 +152,31 @@ def test_remote_file_that_is_shorter_than_its_header_says(tmp_path: Path) -> Non
             lambda _: CONFIG,
             lambda _: data[8 : 8 + length],
         )
+
+
+def test_remote_folders_of_tools_are_left_out_like_local_ones() -> None:
+    data = save({"a": torch.zeros(4)})
+    sizes = {"config.json": len(CONFIG), "model.safetensors": len(data), "sub/a.txt": 3}
+    noise = {".git/HEAD": 1, "sub/.cache/x": 1, "__pycache__/x.pyc": 1, ".mreader/lock": 1, "x/model.gguf": 1}
+    length = int.from_bytes(data[:8], "little")
+    remote = remote_checkpoint({**sizes, **noise}, lambda _: CONFIG, lambda _: data[8 : 8 + length])
+    assert remote.files == {"sub/a.txt": 3}
+    assert select_files({**sizes, **noise}, lambda _: CONFIG).names == tuple(sorted(sizes))
+
+
+@pytest.mark.parametrize("name", ["größe.txt", "全角\u3000空白.txt", "Screenshot at 3.00\u202fPM.png"])
+def test_names_in_any_script(tmp_path: Path, name: str) -> None:
+    make(tmp_path, {"model.safetensors": ["a"]})
+    (tmp_path / name).write_bytes(b"x")
+    assert opened(tmp_path).files == {name: 1}
+
+
+@pytest.mark.parametrize("name", [b"two\nlines.txt", b"bell\a.txt", b"latin-\xe9.txt"])
+def test_names_that_nobody_could_type(tmp_path: Path, name: bytes) -> None:
+    make(tmp_path, {"model.safetensors": ["a"]})
+    (tmp_path / os.fsdecode(name)).write_bytes(b"x")
+    with pytest.raises(SourceError, match="cannot be written down"):
+        open_checkpoint(tmp_path)
 
 
 def test_the_largest_file_of_other_weights_is_named(tmp_path: Path) -> None:

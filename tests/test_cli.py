@@ -276,7 +276,7 @@ def test_an_interrupt_ends_in_two_lines(mreader: Callable[..., Ran], monkeypatch
         except BaseException as error:
             raise ValueError("could not determine the shape") from error
 
-    monkeypatch.setattr("mreader.cli.checkpoints.inspect_checkpoint", interrupted)
+    monkeypatch.setattr("mreader.cli.inspect.inspect_checkpoint", interrupted)
     before = signal.getsignal(signal.SIGINT)
     ran = mreader("inspect", "anything")
     assert ran.status == 130

@@ -12,8 +12,8 @@ from commands import contents, mreader
 from hub_server import HubServer, use_hub
 from sources import INDEX, make_source, read_json, shards
 
-from mreader import hub as hub_module
-from mreader.convert import convert
+from mreader.convert import convert, plan_conversion
+from mreader.hub import fetch_snapshot
 
 REPO = "lab/tiny-moe"
 USAGE, SOURCE, SPACE, UNSUPPORTED = 2, 3, 4, 6
@@ -22,13 +22,13 @@ USAGE, SOURCE, SPACE, UNSUPPORTED = 2, 3, 4, 6
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_source(tmp_path_factory.mktemp("source") / "source", files=3)
-    (folder / "nested" / "deeper" / "vocabulary.txt").unlink()  # of folders, only chat templates are fetched
+    (folder / ".gitattributes").write_bytes(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
     return folder
 
 
 @pytest.fixture
 def hub(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setattr(hub_module, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr("mreader.hub.http.WAITS", (0.0, 0.0))
     with HubServer() as server:
         server.add_user("alice", "hf_alice")
         server.add_folder(REPO, source)
@@ -59,6 +59,18 @@ def test_the_same_as_from_a_folder(hub: HubServer, source: Path, tmp_path: Path)
     assert (recorded["repo"], recorded["revision"]) == (REPO, hub.repos[REPO].refs["main"])
     convert(source, tmp_path / "local", device="cpu")
     assert without_origin(tmp_path / "out") == without_origin(tmp_path / "local")
+
+
+def test_what_is_planned_is_what_is_fetched(hub: HubServer, source: Path, tmp_path: Path) -> None:
+    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    others = {
+        "figures/demo.mp4": bytes(5_000_000),
+        **{"original/consolidated.00.pth": bytes(7_000_000), ".cache/x": bytes(9_000_000)},
+    }
+    hub.add_repo("lab/films", {**files, **others})
+    remote, plain = plan_conversion("lab/films"), plan_conversion(source)
+    assert remote.nbytes == plain.nbytes + 5_000_000
+    assert plan_conversion(fetch_snapshot("lab/films")).nbytes == remote.nbytes
 
 
 def test_revision(hub: HubServer, tmp_path: Path) -> None:
@@ -127,6 +139,7 @@ def test_what_the_hub_does_not_have(hub: HubServer, tmp_path: Path, arguments: l
     ran = mreader("convert", arguments[0], tmp_path / "out", *arguments[1:])
     assert [word for word in words if word not in ran.cause] == [], ran.err
     assert ran.code == SOURCE
+    assert len(hub.seen) == 1  # the answer is final
     assert not (tmp_path / "out").exists()
 
 

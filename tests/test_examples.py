@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,11 +36,15 @@ def test_train_tiny_makes_a_model_that_converts_and_decodes(architecture: str, t
 
 @pytest.mark.slow
 def test_olmoe_tiny_is_as_good_as_its_card_says(olmoe_tiny: Path) -> None:
-    """Trained for real: it continues code better than chance by far, so figures measured on it mean something."""
+    """Trained for real: figures measured on it mean something.
+
+    The card's 1.76 nats are those of held-out text of its own corpus. Our file, all formulas and docstrings, is harder,
+    but fixed, so the loss is what was measured on it; a uniform guess has ln 2048 = 7.6.
+    """
     model = AutoModelForCausalLM.from_pretrained(olmoe_tiny, dtype=torch.float32)
-    text = (ROOT / "mreader" / "convert.py").read_text()
-    ids = AutoTokenizer.from_pretrained(olmoe_tiny)(text, return_tensors="pt")["input_ids"][:, :512]
+    tokens = np.load(ROOT / "tests" / "data" / "python-tokens.npy").astype(np.int64)
+    ids = torch.from_numpy(tokens).view(-1, 256)
     with torch.inference_mode():
         loss = float(model(input_ids=ids, labels=ids).loss)
-    assert loss < 4
+    assert loss == pytest.approx(3.107, abs=0.005)
     assert model.num_parameters() == 7_901_440

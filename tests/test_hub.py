@@ -14,9 +14,18 @@ from hub_server import HubServer, use_hub
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from mreader import hub as hub_module
-from mreader.errors import MreaderError, NoSpaceError, SourceError, UnsupportedError, UsageError, VerifyError
-from mreader.hub import MANIFEST, PushResult, fetch_snapshot, push_to_hub, remote_headers
+from mreader.errors import (
+    MreaderError,
+    NoSpaceError,
+    SourceError,
+    UnreachableError,
+    UnsupportedError,
+    UsageError,
+    VerifyError,
+)
+from mreader.formats.augmented import MANIFEST, FormatOptions
+from mreader.formats.checkpoint import open_checkpoint
+from mreader.hub import PushResult, fetch_snapshot, push_to_hub, remote_headers
 
 # huggingface_hub hands its files to httpx in a way that httpx deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -47,11 +56,24 @@ def source_files() -> dict[str, bytes]:
         "additional_chat_templates/tools.jinja": b"{{ tools }}",
         "modeling_own.py": b"pass\n",
         "LICENSE": b"free",
+        ".gitattributes": b"*.safetensors filter=lfs\n",
+        "figures/größe [1] #2?.mp4": b"film",
+        "generation_config.yaml": b"a: 1\n",
         "pytorch_model.bin": b"pickle",
         "consolidated.safetensors": safetensors(b"the same again"),
         "original/model.safetensors": safetensors(b"and again"),
         "model.gguf": b"GGUF",
+        "onnx/model.onnx_data": b"onnx",
+        ".cache/huggingface/x.lock": b"",
+        "sub/__pycache__/own.cpython-311.pyc": b"",
     }
+
+
+NOT_OF_THE_CHECKPOINT = {
+    *("pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "model.gguf"),
+    *("onnx/model.onnx_data", ".cache/huggingface/x.lock", "sub/__pycache__/own.cpython-311.pyc"),
+    ".gitattributes",
+}
 
 
 def write_checkpoint(out: Path, weights: bytes = b"", card: bytes | None = SOURCE_CARD) -> dict[str, bytes]:
@@ -59,13 +81,14 @@ def write_checkpoint(out: Path, weights: bytes = b"", card: bytes | None = SOURC
     config = {
         "model_type": "olmoe",
         "architectures": ["OlmoeForCausalLM"],
-        "quantization_config": {"quant_method": "mreader", "codes": "ternary", "rank": 32, "seed": 0},
+        "quantization_config": FormatOptions().config_entry(),
     }
     files = {
         "config.json": json.dumps(config).encode(),
         WEIGHTS: weights or safetensors(os.urandom(6_000_000)),
         INDEX: json.dumps({"weight_map": {"w": WEIGHTS}}).encode(),
         "templates/chat.jinja": b"{{ messages }}",
+        "templates/größe [1].txt": b"x",
         "empty.txt": b"",
     }
     source = {"model.safetensors": {"sha256": "0" * 64, "bytes": 5_000_000}, "README.md": entry(SOURCE_CARD)}
@@ -92,7 +115,7 @@ Push = Callable[..., PushResult]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setattr(hub_module, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr("mreader.hub.http.WAITS", (0.0, 0.0))
     with HubServer(page_size=4) as server:
         server.add_user("alice", TOKEN, orgs=["lab"])
         server.add_user("bob", "hf_bob")
@@ -215,10 +238,10 @@ class TestPush:
         repo = hub.repos["alice/m"]
         files = dict(repo.commits[repo.refs["main"]].files)
         hub.commit(repo, "main", "by hand", {**files, "figure.png": files["config.json"]})
-        manifest = json.loads((out / MANIFEST).read_text())
+        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         (out / "model.safetensors").write_bytes((out / WEIGHTS).read_bytes())
         manifest["files"]["model.safetensors"] = manifest["files"].pop(WEIGHTS)
-        (out / MANIFEST).write_text(json.dumps(manifest))
+        (out / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         uploaded = hub.uploaded
         result = push()
         assert result.deleted == (WEIGHTS,)
@@ -255,7 +278,7 @@ class TestPush:
 
 class TestCardOfAPush:
     def test_own_card_is_published_as_it_is(self, push: Push, hub: HubServer, out: Path) -> None:
-        (out / "README.md").write_text("# Mine\n")
+        (out / "README.md").write_text("# Mine\n", encoding="utf-8")
         result = push()
         assert hub.files("alice/m")["README.md"] == b"# Mine\n"
         assert "your own" in result.notes[0]
@@ -279,9 +302,9 @@ class TestCardOfAPush:
 
     def test_untouched_on_the_hub_is_renewed(self, push: Push, hub: HubServer, out: Path) -> None:
         push()
-        manifest = json.loads((out / MANIFEST).read_text())
+        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         manifest["source"]["repo"] = "other/base"
-        (out / MANIFEST).write_text(json.dumps(manifest))
+        (out / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         assert set(push().uploaded) == {"README.md", MANIFEST}
         assert b"base_model: other/base" in hub.files("alice/m")["README.md"]
 
@@ -394,7 +417,7 @@ class TestFaults:
         assert repo.refs[result.revision] == result.commit
 
     def test_no_network(self, push: Push, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, closed: str) -> None:
-        monkeypatch.setattr(hub_module, "_WAITS", (0.0,))
+        monkeypatch.setattr("mreader.hub.http.WAITS", (0.0,))
         use_hub(monkeypatch, closed, TOKEN, tmp_path / "cache")
         with pytest.raises(MreaderError, match=r"no connection to http://127\.0\.0\.1"):
             push()
@@ -413,8 +436,16 @@ class TestFetch:
         commit = hub.add_repo("lab/moe", files).refs["main"]
         folder = fetch_snapshot("lab/moe")
         assert folder.name == commit
-        unwanted = {"pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "model.gguf"}
-        assert contents(folder) == {name: data for name, data in files.items() if name not in unwanted}
+        assert contents(folder) == {name: data for name, data in files.items() if name not in NOT_OF_THE_CHECKPOINT}
+
+    def test_the_same_as_a_local_clone(self, hub: HubServer, tmp_path: Path) -> None:
+        files = source_files()
+        hub.add_repo("lab/moe", files)
+        for name, data in files.items():
+            (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "clone" / name).write_bytes(data)
+        clone, fetched = open_checkpoint(tmp_path / "clone"), open_checkpoint(fetch_snapshot("lab/moe"))
+        assert (fetched.texts, fetched.headers, fetched.files) == (clone.texts, clone.headers, clone.files)
 
     def test_single_file_and_plain_name(self, hub: HubServer) -> None:
         files = {"config.json": b"{}", "model.safetensors": safetensors(b"w"), "notes.pt": b""}
@@ -475,7 +506,7 @@ class TestFetch:
         folder = fetch_snapshot("lab/moe")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert fetch_snapshot("lab/moe") == folder
-        with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set"):
+        with pytest.raises(UnreachableError, match="HF_HUB_OFFLINE is set"):
             fetch_snapshot("lab/other")
 
     def test_no_room(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,12 +518,12 @@ class TestFetch:
 
     def test_other_weight_formats_only(self, hub: HubServer) -> None:
         hub.add_repo("lab/moe", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
-        with pytest.raises(UnsupportedError, match=r"only as \.bin"):
+        with pytest.raises(UnsupportedError, match=r"pytorch_model\.bin"):
             fetch_snapshot("lab/moe")
 
     def test_no_weights(self, hub: HubServer) -> None:
         hub.add_repo("lab/moe", {"config.json": b"{}"})
-        with pytest.raises(SourceError, match="no weights"):
+        with pytest.raises(SourceError, match="no safetensors files"):
             fetch_snapshot("lab/moe")
 
     @pytest.mark.parametrize(
@@ -518,6 +549,24 @@ class TestUnreadable:
             read("lab/none")
         assert len(hub.seen) == 1
 
+    @pytest.mark.parametrize("status", [401, 403, 404, 410])
+    def test_what_is_refused_is_final(self, hub: HubServer, read: Callable[..., object], status: int) -> None:
+        hub.add_repo("lab/moe", source_files())
+        hub.fail("/api/models/lab/moe", status, times=99)
+        with pytest.raises(SourceError) as caught:
+            read("lab/moe")
+        assert not isinstance(caught.value, UnreachableError)
+        assert len(hub.seen) == 1
+
+    @pytest.mark.parametrize("status", [429, 500, 503])
+    def test_what_gives_no_answer_is_unreachable(
+        self, hub: HubServer, read: Callable[..., object], status: int
+    ) -> None:
+        hub.add_repo("lab/moe", source_files())
+        hub.fail("/api/models/lab/moe", status, times=99)
+        with pytest.raises(UnreachableError, match=str(status)):
+            read("lab/moe")
+
     def test_private(self, hub: HubServer, read: Callable[..., object]) -> None:
         hub.add_repo("bob/m", source_files(), private=True)
         with pytest.raises(SourceError, match=r"or no access to it.*hf auth login"):
@@ -530,8 +579,9 @@ class TestUnreadable:
 
     def test_gated(self, hub: HubServer, read: Callable[..., object]) -> None:
         hub.add_repo("bob/m", source_files(), gated=True)
-        with pytest.raises(SourceError, match=r"gated.*ask for access at http"):
+        with pytest.raises(SourceError, match=r"gated.*ask for access at http") as caught:
             read("bob/m")
+        assert not isinstance(caught.value, UnreachableError)
 
     def test_gated_without_a_token(
         self, hub: HubServer, read: Callable[..., object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -549,9 +599,9 @@ class TestUnreadable:
     def test_no_network(
         self, read: Callable[..., object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, closed: str
     ) -> None:
-        monkeypatch.setattr(hub_module, "_WAITS", (0.0,))
+        monkeypatch.setattr("mreader.hub.http.WAITS", (0.0,))
         use_hub(monkeypatch, closed, TOKEN, tmp_path / "cache")
-        with pytest.raises(SourceError, match=r"no connection.*check the network"):
+        with pytest.raises(UnreachableError, match=r"no connection.*check the network"):
             read("lab/moe")
 
     def test_impossible_id(self, hub: HubServer, read: Callable[..., object]) -> None:
@@ -571,9 +621,7 @@ class TestRemoteHeaders:
         commit = hub.add_repo("lab/moe", files).refs["main"]
         remote = remote_headers("lab/moe")
         assert remote.commit == commit
-        assert {name: size for name, size in remote.files.items() if name != ".gitattributes"} == {
-            name: len(data) for name, data in files.items()
-        }
+        assert remote.files == {name: len(data) for name, data in files.items()}
         assert remote.read_text("config.json") == files["config.json"].decode()
         assert json.loads(remote.header(WEIGHTS))["w"]["shape"] == [2000]
 
@@ -588,6 +636,13 @@ class TestRemoteHeaders:
         hub.add_repo("lab/moe", source_files())
         hub.cut("GET /lfs/download", 20)
         assert json.loads(remote_headers("lab/moe").header(WEIGHTS))
+
+    def test_header_beyond_all_measure_is_not_downloaded(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mreader.hub.fetch._LARGEST_TEXT", 500_000)
+        hub.add_repo("lab/moe", {"model.safetensors": struct.pack("<Q", 600_000) + bytes(1_000_000)})
+        with pytest.raises(SourceError, match="no safetensors file"):
+            remote_headers("lab/moe").header("model.safetensors")
+        assert hub.downloaded < 500_000
 
     @pytest.mark.parametrize("data", [b"", b"short", b"version https://git-lfs.github.com/spec/v1\n"])
     def test_no_safetensors(self, hub: HubServer, data: bytes) -> None:
@@ -632,13 +687,18 @@ class TestServer:
 
 
 def test_in_a_process_of_its_own(hub: HubServer, out: Path, files: dict[str, bytes], tmp_path: Path) -> None:
+    """With file names and texts that are not ASCII, in the locale C, and no file opened as the locale says."""
     code = (
-        "import sys; from pathlib import Path; from mreader import hub\n"
+        "import sys, warnings; from pathlib import Path; from mreader import hub\n"
+        "warnings.filterwarnings('error', category=EncodingWarning, module='mreader')\n"
         "print(hub.push_to_hub(Path(sys.argv[1]), 'alice/own', verify=lambda out: None).url)\n"
         "print(hub.fetch_snapshot('alice/own'))\n"
     )
     env = {**os.environ, **hub.environment(TOKEN, tmp_path / "other"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(out)], env=env, capture_output=True, text=True, check=True)
+    env |= {"LC_ALL": "C", "PYTHONWARNDEFAULTENCODING": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(out)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     url, folder = done.stdout.split()
     assert url == f"{hub.url}/alice/own"
     assert (Path(folder) / WEIGHTS).read_bytes() == files[WEIGHTS]
+    assert hub.files("alice/own").keys() == {*files, "README.md"}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mreader.errors import UsageError
-from mreader.journal import JOURNAL, FileRecord, Journal, refuse_other_request
+from mreader.formats.safetensors_file import FileRecord
+from mreader.journal import JOURNAL, Journal, refuse_other_request
 
 REQUEST = {"options": {"rank": 32, "score": "norm"}, "source": {"files": {"größe.txt": 7}}}
 ONE, TWO = FileRecord("1" * 64, 1), FileRecord("2" * 64, 2)

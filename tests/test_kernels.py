@@ -256,3 +256,11 @@ def test_recover_folds_the_skipped_channels() -> None:
     for t, s, j in (~kept & SERVED.unsqueeze(-1)).nonzero().tolist():
         expected[t] += weights[t, s].double() * p[t, s, j] * (basis.double() @ coeffs[IDS[t, s], j].double())
     torch.testing.assert_close(y.double(), expected, **FLOAT32)
+
+
+def test_the_format_and_the_kernels_name_the_same_scores() -> None:
+    """config.json may name a score, and formats/ knows nothing of kernels/."""
+    from mreader.formats import augmented
+    from mreader.kernels.score import SCORES
+
+    assert tuple(SCORES) == augmented.SCORES

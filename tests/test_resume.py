@@ -16,7 +16,7 @@ from sources import INDEX, copied, edit_tensor, make_source, read_json, shards
 
 SHARD = 200_000  # bytes: some twenty shards
 FULL = ["--max-shard-size", str(SHARD), "--device", "cpu", "-q"]
-RECORDS = {"config.json", INDEX, "mreader_source.json", "mreader_manifest.json"}
+RECORDS = [INDEX, "mreader_source.json", "config.json", "mreader_manifest.json"]  # in the order of their appearance
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,15 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def steps(source: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """The number of changes to the file system that it takes."""
-    out = tmp_path_factory.mktemp("steps") / "out"
-    return killing.count_changes(out, killing.convert, source, out, SHARD)
+def recorded(source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The changes to the file system that it takes."""
+    out = tmp_path_factory.mktemp("recorded") / "out"
+    return killing.changes(out, killing.convert, source, out, SHARD)
+
+
+@pytest.fixture(scope="module")
+def steps(recorded: list[str]) -> int:
+    return len(recorded)
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +87,14 @@ def test_killed_at_any_change_of_the_file_system(source: Path, whole: Path, step
         check_killed_at(step, source, whole, tmp_path / str(step))
 
 
-def test_killed_in_the_last_phase(source: Path, whole: Path, steps: int, tmp_path: Path) -> None:
-    """After index, config and manifest were written, each, and while the work folder is removed."""
-    seen = set()
-    for step in range(steps - 20, steps, 2):
+def test_killed_in_the_last_phase(source: Path, whole: Path, recorded: list[str], tmp_path: Path) -> None:
+    """Before each of index, source record, config and manifest appears, and while the work folder is removed."""
+    appear = [recorded.index(f"os.rename .mreader/json.part {name}") for name in RECORDS]
+    for count, step in enumerate((*appear, appear[-1] + 1, len(recorded) - 1)):
         out = tmp_path / str(step)
         assert killing.run_and_kill_at(step, out, killing.convert, source, out, SHARD) == -9
-        seen.add(frozenset(RECORDS & {path.name for path in out.iterdir()}))
-        if (steps - step) % 4 == 0:
-            resume(source, out, whole)
-    assert {len(names) for names in seen} == {0, 1, 2, 3, 4}
+        assert {path.name for path in out.iterdir()} & {*RECORDS} == {*RECORDS[:count]}
+        resume(source, out, whole)
 
 
 @pytest.mark.slow
@@ -100,12 +103,11 @@ def test_killed_at_every_change_of_the_file_system(source: Path, whole: Path, st
         check_killed_at(step, source, whole, tmp_path / str(step))
 
 
-def kill_again_and_again(source: Path, whole: Path, out: Path, times: int, seed: int) -> set[int]:
-    """How many shards were finished at the moments of the kills."""
+def kill_again_and_again(source: Path, whole: Path, out: Path, times: int, seed: int) -> None:
     start = time.perf_counter()
     assert killing.run(killing.convert, source, out.with_name("timed"), SHARD) == 0
     seconds = time.perf_counter() - start
-    draw, killed, finished = random.Random(seed), 0, set()
+    draw, killed = random.Random(seed), 0
     while killed < times:
         # Never as long as a whole run takes, so that it is often killed before it has got anywhere.
         if killing.run_and_kill(draw.uniform(0.1, 0.7) * seconds, killing.convert, source, out, SHARD) == 0:
@@ -113,10 +115,8 @@ def kill_again_and_again(source: Path, whole: Path, out: Path, times: int, seed:
             out = out.with_name(f"{out.name}x")
             continue
         killed += 1
-        finished.add(len(shards(out)))
         check_half(out)
     resume(source, out, whole)
-    return finished
 
 
 def test_killed_at_random_moments(source: Path, whole: Path, tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def test_killed_at_random_moments(source: Path, whole: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_killed_at_20_random_moments(source: Path, whole: Path, tmp_path: Path) -> None:
-    assert len(kill_again_and_again(source, whole, tmp_path / "out", 20, seed=2)) > 3
+    kill_again_and_again(source, whole, tmp_path / "out", 20, seed=2)
 
 
 def test_finished_shards_are_not_written_again(source: Path, half_done: Path, whole: Path, tmp_path: Path) -> None:
     out = copied(half_done, tmp_path / "out")
-    lines = (out / ".mreader" / "journal.jsonl").read_text().splitlines()
+    lines = (out / ".mreader" / "journal.jsonl").read_text(encoding="utf-8").splitlines()
     finished = [json.loads(line)["shard"] for line in lines if '"shard":' in line]
     before = {name: (out / name).stat() for name in finished}
     assert before
@@ -192,7 +192,9 @@ def test_leftover_of_another_umask(source: Path, half_done: Path, whole: Path, t
 
 def test_changed_source_is_refused_by_name(source: Path, half_done: Path, tmp_path: Path) -> None:
     out, other = copied(half_done, tmp_path / "out"), copied(source, tmp_path / "source")
-    recorded = [json.loads(line) for line in (out / ".mreader" / "journal.jsonl").read_text().splitlines()]
+    recorded = [
+        json.loads(line) for line in (out / ".mreader" / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     name = next(line["source"] for line in recorded if line.get("source", "").endswith(".safetensors"))
     path = other / name
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
@@ -214,9 +216,9 @@ def test_source_with_a_file_of_another_size_is_refused_by_name(
         weights = read_json(other / INDEX)["weight_map"]
         (other / "renamed.safetensors").write_bytes((source / name).read_bytes())
         moved = {k: "renamed.safetensors" if v == name else v for k, v in weights.items()}
-        (other / INDEX).write_text(json.dumps({"weight_map": moved}))
+        (other / INDEX).write_text(json.dumps({"weight_map": moved}), encoding="utf-8")
     else:
-        (other / name).write_text((other / name).read_text() + "\n")
+        (other / name).write_text((other / name).read_text(encoding="utf-8") + "\n", encoding="utf-8")
     before = contents(out)
     ran = mreader("convert", other, out, *FULL)
     assert (INDEX if name.endswith(".safetensors") else name) in ran.cause
@@ -282,6 +284,42 @@ def test_overwrite_killed_at_any_change(source: Path, half_done: Path, whole: Pa
         assert contents(out) == contents(whole)
 
 
+@pytest.mark.parametrize("before", ["whole", pytest.param("half", marks=pytest.mark.slow)])
+def test_overwrite_killed_at_any_change_before_its_shards(source: Path, tmp_path: Path, before: str) -> None:
+    """OUT stays ours although it also holds a file of the user's, and the rest of the work can be done either way."""
+    one_shard, out = 10**9, tmp_path / "out"
+    killing.run(killing.convert, source, tmp_path / "whole", one_shard)
+    old = tmp_path / "old"
+    if before == "whole":
+        assert killing.run(killing.convert, source, old, SHARD * 3) == 0
+    else:
+        steps = killing.count_changes(tmp_path / "x", killing.convert, source, tmp_path / "x", SHARD * 3)
+        assert killing.run_and_kill_at(steps * 2 // 3, old, killing.convert, source, old, SHARD * 3) == -9
+    (old / "notes.txt").write_text("mine")
+    expected = {**contents(tmp_path / "whole"), "notes.txt": contents(old)["notes.txt"]}
+    recorded = killing.changes(copied(old, out), killing.convert, source, out, one_shard, True)
+    assert contents(out) == expected
+    begun = recorded.index("os.rename .mreader/journal.jsonl.part .mreader/journal.jsonl")
+    first_shard = recorded.index("open .mreader/model.safetensors.part")
+    assert 0 < begun < first_shard
+    for step in range(first_shard + 1):
+        killed = tmp_path / str(step)
+        assert (
+            killing.run_and_kill_at(step, copied(old, killed), killing.convert, source, killed, one_shard, True) == -9
+        )
+        check_half(killed)
+        again = copied(killed, tmp_path / f"{step} again")
+        assert killing.run(killing.convert, source, again, one_shard, True) == 0, recorded[step]
+        assert contents(again) == expected
+        if step > begun:  # before, the folder still holds the other conversion
+            assert killing.run(killing.convert, source, killed, one_shard) == 0, recorded[step]
+            assert contents(killed) == expected
+        else:
+            ran = mreader("convert", source, killed, "--device", "cpu", "-q")
+            assert "max_shard_bytes = 600000" in ran.cause, recorded[step]
+            assert "--overwrite" in ran.err
+
+
 def test_refused_overwrite_removes_nothing(source: Path, whole: Path, tmp_path: Path) -> None:
     out, bad = copied(whole, tmp_path / "out"), copied(source, tmp_path / "source")
     shards(bad)[0].unlink()
@@ -295,8 +333,6 @@ def test_overwrite_counts_the_room_that_it_makes(
     source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = copied(whole, tmp_path / "out")
-    usage = os.statvfs(tmp_path)
-    assert usage
     monkeypatch.setattr("mreader.output.free_bytes", lambda _: 1_000_000)
     assert mreader("convert", source, tmp_path / "new", "-q").code == 4
     assert mreader("convert", source, out, "-q", "--overwrite", "--device", "cpu").code == 0
@@ -321,6 +357,25 @@ def test_complete_conversion_that_was_damaged_is_mended(source: Path, whole: Pat
     assert path.name in ran.err
     assert ran.code == 0
     assert contents(out) == contents(whole)
+
+
+def test_mending_copies_only_what_is_damaged(source: Path, whole: Path, steps: int, tmp_path: Path) -> None:
+    """The user's own card stays, also where mending was cut short."""
+    out = copied(whole, tmp_path / "out")
+    (out / "README.md").write_text("my own card")
+    (out / "tokenizer.json").unlink()
+    kept = (out / "nested" / "deeper" / "vocabulary.txt").stat()
+    expected = {**contents(whole), "README.md": contents(out)["README.md"]}
+    recorded = killing.changes(copied(out, tmp_path / "x"), killing.convert, source, tmp_path / "x", SHARD)
+    assert contents(tmp_path / "x") == expected
+    killed = copied(out, tmp_path / "killed")
+    step = recorded.index("os.rename .mreader/json.part config.json")
+    assert killing.run_and_kill_at(step, killed, killing.convert, source, killed, SHARD) == -9
+    for folder in (out, killed):
+        assert mreader("convert", source, folder, *FULL).code == 0
+        assert contents(folder) == expected
+        assert mreader("verify", folder).code == 0
+    assert (out / "nested" / "deeper" / "vocabulary.txt").stat().st_mtime_ns == kept.st_mtime_ns
 
 
 def test_complete_conversion_of_another_source_is_refused(source: Path, whole: Path, tmp_path: Path) -> None:

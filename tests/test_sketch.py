@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, pack, unpack, values
-from mreader.sketch import count_blocks, draw_signs, hadamard, rotate_rows, sketch_matrices
+from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, count_blocks, pack, unpack, values
+from mreader.sketch import draw_signs, hadamard, rotate_rows, sketch_matrices
 
 SIZES = pytest.mark.parametrize("hidden", [128, 256, 200, 72])  # whole blocks, a padded last block, less than a block
 
@@ -131,7 +131,7 @@ def test_the_same_bytes_on_any_number_of_threads() -> None:
 
 def test_weights_in_slices_of_a_larger_tensor() -> None:
     gate, up = expert(33, 256)
-    fused = torch.stack([gate, up], dim=1).flatten(0, 1)  # interleaved rows, as gpt_oss stores them
+    fused = torch.stack([gate, up], dim=1).flatten(0, 1)  # rows of gate and up in turn: views with strides
     signs = draw_signs(256, 0, 0)
     straight, strided = (
         sketch_matrices((gate, up), signs, TERNARY),

@@ -17,6 +17,8 @@ from sources import all_tensors, copied, edit_json, edit_tensor, make_source, sh
 
 from mreader import FormatOptions
 from mreader.convert import convert
+from mreader.formats.codes import TERNARY, pack, unpack
+from mreader.sketch import rotate_rows
 
 USAGE, SOURCE, VERIFY, UNSUPPORTED = 2, 3, 5, 6
 PREFIX = "model.layers.1.mlp.experts"
@@ -139,13 +141,17 @@ def test_one_flipped_bit_of_a_copied_tensor_is_found_by_the_source(source: Path,
         ("sketch_codes", lambda t: t[0, 0, :40].bitwise_xor_(1), "sketch_codes"),
         ("sketch_codes", lambda t: t.__setitem__((..., -1), 1), "sketch_codes"),  # padding
         ("sketch_codes", lambda t: t.__setitem__((0, 0, 0, 0), 243 + int(t[0, 0, 0, 0]) % 13), "sketch_codes"),
-        ("sketch_scales", lambda t: t[2].mul_(1.3), "sketch_scales"),
-        ("sketch_errors", lambda t: t[2].mul_(1.3), "sketch_errors"),
+        ("sketch_scales", lambda t: t.mul_(1.019), "sketch_scales"),
+        ("sketch_scales", lambda t: t[2, 1, :, 17].zero_(), "sketch_scales (up of expert 2, channel 17, block"),
+        ("sketch_scales", lambda t: t[2, 0, :, 17].mul_(2), "sketch_scales (gate of expert 2, channel 17, block"),
+        ("sketch_errors", lambda t: t.mul_(1.015), "sketch_errors"),
+        ("sketch_errors", lambda t: t[5, 1, 1, 79:].mul_(1.02), "sketch_errors (up of expert 5, channel 79, block 1)"),
         ("sketch_signs", lambda t: t[5:6].neg_(), "sketch_signs"),
-        ("down_norms", lambda t: t[0].mul_(1.02), "down_norms"),
+        ("down_norms", lambda t: t[0, 79:].mul_(1.03), "down_norms (expert 0, channel 79)"),
         ("recovery_basis", lambda t: t[:, 3].mul_(1.01), "recovery_basis"),
         ("recovery_basis", lambda t: t.roll(1, 0), "recovery_coeffs"),  # they do not belong together any more
         ("recovery_coeffs", lambda t: t[4].mul_(1.02), "recovery_coeffs"),
+        ("recovery_coeffs", lambda t: t[4, 3].mul_(1.02), "recovery_coeffs (expert 4, channel 3)"),
         ("recovery_coeffs", lambda t: t.roll(1, 2), "recovery_coeffs"),
     ],
 )
@@ -157,6 +163,46 @@ def test_what_the_source_does_not_give_is_found_by_the_source(
     assert mreader("verify", out).code == 0
     ran = mreader("verify", out, "--source", source)
     assert f"{PREFIX}.{named}" in ran.cause
+    assert ran.code == VERIFY
+
+
+def recode(out: Path, weight: float) -> None:
+    """Another ternary code for one weight of the first block of a row: for the one nearest to `weight` * s."""
+    tensors = all_tensors(out)
+    row = tensors[f"{PREFIX}.gate_up_proj"][0, 0, :1]
+    block = rotate_rows(row, tensors[f"{PREFIX}.sketch_signs"])[0, 0]
+    indices = unpack(tensors[f"{PREFIX}.sketch_codes"][0, 0, :128], TERNARY, 80)
+    scale = float(tensors[f"{PREFIX}.sketch_scales"][0, 0, 0, 0])
+    place = int((block.abs() - weight * scale).abs().argmin())
+    sign = 1 if block[place] > 0 else -1
+    indices[place, 0] = 1 if indices[place, 0] != 1 else 1 + sign
+    codes = indices[:, 0].float() - 1
+    kept = (codes * block).sum() / codes.square().sum()
+    error = (block - kept.half().float() * codes).square().mean()
+    change_tensor(out, f"{PREFIX}.sketch_codes", lambda t: t[0, 0, :128].copy_(pack(indices, TERNARY)))
+    change_tensor(out, f"{PREFIX}.sketch_scales", lambda t: t[0, 0, 0, :1].fill_(kept.item()))
+    change_tensor(out, f"{PREFIX}.sketch_errors", lambda t: t[0, 0, 0, :1].fill_(error.item()), sealed=True)
+
+
+def test_another_code_on_the_border_is_as_good(source: Path, out: Path) -> None:
+    """As another machine may choose, with the scale and the error that belong to it."""
+    recode(out, 0.5)
+    assert mreader("verify", out, "--source", source).code == 0
+
+
+@pytest.mark.parametrize("part", ["scales", "errors"])
+def test_another_code_with_what_does_not_belong_to_it_is_found(source: Path, out: Path, part: str) -> None:
+    recode(out, 0.5)
+    change_tensor(out, f"{PREFIX}.sketch_{part}", lambda t: t[0, 0, 0, :1].mul_(1.05), sealed=True)
+    ran = mreader("verify", out, "--source", source)
+    assert f"{PREFIX}.sketch_errors (gate of expert 0, channel 0, block 0)" in ran.cause
+    assert ran.code == VERIFY
+
+
+def test_a_worse_code_is_found(source: Path, out: Path) -> None:
+    recode(out, 2.5)
+    ran = mreader("verify", out, "--source", source)
+    assert f"{PREFIX}.sketch_codes (gate of expert 0, channel 0, block 0)" in ran.cause
     assert ran.code == VERIFY
 
 

@@ -9,10 +9,11 @@ import typer
 from mreader.cli.console import counted, err, hide_hub_progress, key_values, percent, print_json, progress, size
 from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
-from mreader.convert import convert, pick_device, plan_conversion
+from mreader.convert import convert, plan_conversion
+from mreader.device import pick_device
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
-from mreader.output import free_bytes, refuse_foreign, refuse_overlap, require_space
+from mreader.output import free_bytes, require_space
 from mreader.plan import MAX_SHARD_BYTES, Plan
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -43,10 +44,7 @@ def convert_command(
     limit = _parse_size(max_shard_size)
     if dry_run:
         pick_device(device)
-        refuse_foreign(out)
-        plan = plan_conversion(source, options, revision=revision, token=token, max_shard_bytes=limit)
-        if plan.source.folder is not None:
-            refuse_overlap(plan.source.folder, out)
+        plan = plan_conversion(source, options, out=out, revision=revision, token=token, max_shard_bytes=limit)
         _report(plan, out, json, None)
         require_space(out, plan)
         return
@@ -112,7 +110,7 @@ def _parse_size(text: str) -> int:
     unit = next((u for u in _UNITS if u and stripped.endswith(u)), "")
     try:
         value = int(float(stripped.removesuffix(unit)) * _UNITS[unit])
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UsageError(f"max-shard-size is {text}", f"write it like 5GB; {MAX_SHARD_BYTES} bytes is usual") from error
     if value < 1:
         raise UsageError(f"max-shard-size is {text}", "choose more than nothing")

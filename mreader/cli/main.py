@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from mreader.cli.checkpoints import inspect_command, restore_command, verify_command
 from mreader.cli.console import fail, stop
 from mreader.cli.convert import convert_command
+from mreader.cli.eval import eval_command
+from mreader.cli.generate import generate_command
+from mreader.cli.inspect import inspect_command
 from mreader.cli.push import push_command
-from mreader.cli.run import eval_command, generate_command
+from mreader.cli.restore import restore_command
+from mreader.cli.verify import verify_command
 
 app = typer.Typer(
     name="mreader",

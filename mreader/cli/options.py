@@ -16,6 +16,7 @@ Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu o
 Token = Annotated[str | None, typer.Option(help="Hub token; by default the one that `hf auth login` stored.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub repository.")]
 AugmentedPath = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of an augmented checkpoint.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
 Channels = Annotated[float | None, typer.Option(help="Fraction of the candidate channels computed exactly.")]
 ReadsBudget = Annotated[float | None, typer.Option(help="Fraction of the dense reads instead, like 0.178.")]
 Coordinates = Annotated[int | None, typer.Option(help="Coordinates screened of each block of 128.")]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mreader.cli.console import err, hide_hub_progress, out, print_json, progress
+from mreader.cli.console import counted, err, hide_hub_progress, out, print_json, progress
 from mreader.cli.options import AugmentedPath, Json, Quiet, Token, Verbose, verbosity
 from mreader.inspection import inspect_checkpoint
 from mreader.progress import Progress
@@ -50,15 +50,16 @@ def push_command(
         return
     out.print(result.url)
     if not quiet:
-        err.print(f"{len(result.uploaded)} files in commit {result.commit}" if result.uploaded else "nothing to upload")
+        if result.uploaded or result.deleted:
+            err.print(f"{counted(len(result.uploaded), 'file')} in commit {result.commit}")
         for note in result.notes:
             err.print(note)
 
 
 def gather_facts(folder: Path, bar: Progress) -> "CardFacts":
     """What the card says: what the files hold, with the table of budgets and the quality of sketch and recovery map."""
-    from mreader.card import Budget, read_facts
+    from mreader.card import read_facts
 
     found = inspect_checkpoint(folder, progress=bar)
-    budgets = [Budget(line.channels, line.k, line.candidates, line.reads) for line in found.budgets]
-    return replace(read_facts(folder), budgets=budgets, sketch_error=found.sketch_error, energy_kept=found.energy)
+    facts = read_facts(folder)
+    return replace(facts, budgets=found.budgets, sketch_error=found.sketch_error, energy_kept=found.energy)

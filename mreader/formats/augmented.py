@@ -14,7 +14,7 @@ import torch
 from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
-from mreader.formats.codes import BLOCK, Code, get_code
+from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
 from mreader.formats.safetensors_file import LazyTensors, TensorSpec, parse_header
 
 METHOD = "mreader"
@@ -93,7 +93,7 @@ def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatO
 def tensor_specs(experts: int, channels: int, hidden: int, dtype: str, options: FormatOptions) -> dict[str, TensorSpec]:
     """Name below the experts' prefix -> dtype and shape of every tensor of an augmented layer (SPEC.md, Tensors)."""
     E, I, H, r = experts, channels, hidden, options.rank
-    blocks = -(-H // BLOCK)
+    blocks = count_blocks(H)
     return {
         "gate_up_proj": TensorSpec(dtype, (E, 2, I, H)),
         "down_proj": TensorSpec(dtype, (E, I, H)),

@@ -6,13 +6,14 @@ Everything that can be wrong with a checkpoint before its weights are looked at 
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mreader.errors import SourceError, UnsupportedError
-from mreader.formats.safetensors_file import Header, TensorSpec, parse_header, read_header
+from mreader.formats.safetensors_file import LFS_POINTER, Header, TensorSpec, lfs_pointer, parse_header, read_header
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -23,10 +24,33 @@ _WEIGHT_SUFFIXES = (
     *(".onnx", ".onnx_data", ".tflite"),
 )
 _WEIGHT_INDEX = ".index.json"
-_HIDDEN_FOLDERS = (".git", ".cache", ".mreader", "__pycache__")
+# What git, the Hub's client, a conversion and Python keep beside a checkpoint. The Hub adds lines to .gitattributes on
+# its own and leaves out what .gitignore names: published with a checkpoint, they would not stay what a manifest says.
+_OF_TOOLS = (".git", ".gitattributes", ".gitignore", ".cache", ".mreader", "__pycache__")
 _ONE_OF_MANY = re.compile(r"-\d+-of-0*([2-9]|[1-9]\d+)\.safetensors")
-_POINTER = b"version https://git-lfs"
+_UNWRITABLE = ("Cc", "Cs")  # control characters, and what is no UTF-8: nobody could type or read them
 _LARGEST_POINTER = 1024  # bytes, by the Git-LFS specification
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Those of the files of a folder or a repository that make the checkpoint.
+
+    texts:  config.json and the index, verbatim, by name
+    shards: the safetensors files with its weights, in order of name
+    where:  tensor -> shard by the index, None without one
+    files:  every other file that belongs to it (no weights, no index, nothing that tools keep) -> size in bytes
+    """
+
+    texts: dict[str, str]
+    shards: tuple[str, ...]
+    where: dict[str, str] | None
+    files: dict[str, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(sorted({*self.texts, *self.shards, *self.files}))
 
 
 @dataclass(frozen=True)
@@ -86,32 +110,51 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, parsed. SourceError where it is not there or no JSON object."""
+    return _json_object(CONFIG, _read_text(folder / CONFIG))
+
+
 def assemble(
     folder: Path | None, sizes: Mapping[str, int], text: Callable[[str], str], header: Callable[[str], Header]
 ) -> Checkpoint:
     """The checkpoint made of files of the given `sizes`, read through `text` and `header`: a folder or a remote one."""
+    chosen = select_files(sizes, text)
+    headers = {shard: header(shard) for shard in chosen.shards}
+    found = _locate(headers)
+    if chosen.where is not None:
+        _compare_index(chosen.where, found)
+    return Checkpoint(folder, _json_object(CONFIG, chosen.texts[CONFIG]), chosen.texts, headers, found, chosen.files)
+
+
+def select_files(sizes: Mapping[str, int], text: Callable[[str], str]) -> Selection:
+    """What belongs to the checkpoint of all files (name -> size): the one answer for folders and for repositories.
+
+    Raises SourceError where config, index or shards are missing or at odds, UnsupportedError for other weights only.
+    """
+    sizes = {name: size for name, size in sizes.items() if not _is_of_tools(name)}
+    for name in sizes:
+        if any(unicodedata.category(letter) in _UNWRITABLE for letter in name):
+            raise SourceError(
+                f"the file name {name!r} cannot be written down", "rename it, or use a UTF-8 locale like C.UTF-8"
+            )
     if CONFIG not in sizes:
         raise SourceError(
             "there is no config.json", "a checkpoint folder holds config.json beside its safetensors files"
         )
     texts = {CONFIG: text(CONFIG)}
-    config = _json_object(CONFIG, texts[CONFIG])
+    _json_object(CONFIG, texts[CONFIG])
+    where = None
     if INDEX in sizes:
         texts[INDEX] = text(INDEX)
         where = _index_map(texts[INDEX])
         _refuse_two_answers(sizes, where)
-    else:
-        where = None
-    shards = sorted(set(where.values())) if where is not None else [_only_shard(sizes)]
+    shards = tuple(sorted(set(where.values()))) if where is not None else (_only_shard(sizes),)
     for shard in shards:
         if shard not in sizes:
             raise SourceError(f"{INDEX} names {shard}, which is not there", "download the missing shard")
-    headers = {shard: header(shard) for shard in shards}
-    found = _locate(headers)
-    if where is not None:
-        _compare_index(where, found)
-    side = {name: size for name, size in sizes.items() if name not in texts and not _is_weights(name)}
-    return Checkpoint(folder, config, texts, headers, found, side)
+    files = {name: size for name, size in sizes.items() if name not in (*texts, *shards) and not is_weights(name)}
+    return Selection(texts, shards, where, files)
 
 
 def remote_checkpoint(
@@ -132,8 +175,6 @@ def _files(folder: Path) -> dict[str, int]:
     sizes = {}
     for name in sorted(_names(folder)):
         path = folder / name
-        if not name.isprintable():  # also what is no UTF-8: a manifest could not name it
-            raise SourceError(f"the file name {name!r} cannot be written down", "rename the file")
         try:
             sizes[name] = path.stat().st_size
         except OSError as error:
@@ -154,7 +195,7 @@ def _names(folder: Path) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(here.resolve())
-        folders[:] = [name for name in folders if name not in _HIDDEN_FOLDERS]
+        folders[:] = [name for name in folders if not _is_of_tools(name)]
         yield from ((here / name).relative_to(folder).as_posix() for name in files)
 
 
@@ -166,18 +207,11 @@ def _refuse_unusable(folder: Path, name: str, size: int) -> None:
     """A tokenizer may be kept in Git LFS as well: a pointer, or a file that cannot be read, is found late otherwise."""
     try:
         with (folder / name).open("rb") as file:
-            start = file.read(len(_POINTER))
+            start = file.read(len(LFS_POINTER))
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}", "check the file's permissions") from error
-    if start == _POINTER and size <= _LARGEST_POINTER:
-        raise _is_pointer(name)
-
-
-def _is_pointer(name: str) -> SourceError:
-    return SourceError(
-        f"{name} is a Git-LFS pointer, not the file it stands for",
-        "run `git lfs pull` in the repository, or download it again with `hf download`",
-    )
+    if start == LFS_POINTER and size <= _LARGEST_POINTER:
+        raise lfs_pointer(name)
 
 
 def _read_text(path: Path) -> str:
@@ -190,8 +224,8 @@ def _read_text(path: Path) -> str:
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    if text.startswith(_POINTER.decode()):
-        raise _is_pointer(name)
+    if text.startswith(LFS_POINTER.decode()):
+        raise lfs_pointer(name)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -226,7 +260,7 @@ def _only_shard(sizes: Mapping[str, int]) -> str:
             f"{shards[0]} is one of several shards, but there is no {INDEX}",
             "download the index and all shards that it names",
         )
-    others = [name for name in sizes if _is_weights(name) and not name.endswith(_WEIGHT_INDEX)]
+    others = [name for name in sizes if is_weights(name) and not name.endswith(_WEIGHT_INDEX)]
     if others:
         raise UnsupportedError(
             f"the weights are in {max(others, key=lambda name: sizes[name])}, and only safetensors are read",
@@ -258,5 +292,10 @@ def _compare_index(where: Mapping[str, str], found: Mapping[str, str]) -> None:
             raise SourceError(f"{shard} holds {name}, which {INDEX} does not list", "download both again")
 
 
-def _is_weights(name: str) -> bool:
+def is_weights(name: str) -> bool:
+    """Whether `name` is that of a file of weights, in whatever format, or of an index of them."""
     return name.endswith((*_WEIGHT_SUFFIXES, _WEIGHT_INDEX))
+
+
+def _is_of_tools(name: str) -> bool:
+    return any(part in _OF_TOOLS for part in name.split("/"))

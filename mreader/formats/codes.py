@@ -16,6 +16,12 @@ from mreader.errors import UnsupportedError, UsageError
 BLOCK = 128  # coordinates that share a scale
 ROW_ALIGNMENT = 32  # bytes: DRAM is read in sectors of this size
 
+
+def count_blocks(hidden: int) -> int:
+    """nb = ceil(H / 128)."""
+    return -(-hidden // BLOCK)
+
+
 Fit = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 # The best threshold in units of sum w^2 / sum |w|: 0.488 for a Gaussian, within 5 % of that for Laplace and uniform,

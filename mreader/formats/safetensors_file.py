@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -36,6 +36,7 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
+LFS_POINTER = b"version https://git-lfs"  # how the text begins that Git LFS leaves in place of a file
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
 _WRITEBACK = 1 << 26  # bytes
@@ -84,11 +85,8 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
-            if start.startswith(b"version "):
-                raise SourceError(
-                    f"{path.name} is a Git-LFS pointer, not the weights it stands for",
-                    "run `git lfs pull` in the repository, or download it again with `hf download`",
-                )
+            if start == LFS_POINTER[:8]:
+                raise lfs_pointer(path.name)
             if size < 8 or length > _LARGEST_HEADER or 8 + length > size:
                 raise _truncated(path.name, size, f"its header alone ends at byte {8 + length:,}")
             text = file.read(length)
@@ -157,6 +155,14 @@ def _entry(key: str, value: Any, name: str) -> tuple[str, int, int, TensorSpec]:
     return key, begin, end, TensorSpec(dtype, shape)
 
 
+def lfs_pointer(name: str) -> SourceError:
+    """The error of a file `name` that is no more than a Git-LFS pointer."""
+    return SourceError(
+        f"{name} is a Git-LFS pointer, not the file it stands for",
+        "run `git lfs pull` in the repository, or download it again with `hf download`",
+    )
+
+
 def _truncated(name: str, size: int, promise: str) -> SourceError:
     return SourceError(
         f"{name} is truncated: {size:,} bytes, and {promise}",
@@ -221,6 +227,24 @@ def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     return len(text).to_bytes(8, "little") + text
 
 
+class FileRecord(NamedTuple):
+    """sha256 in hexadecimal and size in bytes of a finished file."""
+
+    sha256: str
+    bytes: int
+
+    def entry(self) -> dict[str, Any]:
+        return {"sha256": self.sha256, "bytes": self.bytes}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "FileRecord":
+        """The record in a line of the journal or in a manifest. KeyError or TypeError where it is none."""
+        sha256, size = entry["sha256"], entry["bytes"]
+        if not isinstance(sha256, str) or type(size) is not int:
+            raise TypeError(f"sha256 and bytes of a file are {sha256!r} and {size!r}")
+        return cls(sha256, size)
+
+
 @dataclass
 class HashingFile:
     """A file that is written once from front to back, hashed on the way, and appears under its name only when whole.
@@ -253,11 +277,11 @@ class HashingFile:
             self._under_way = self._size
         hashed.result()
 
-    def record(self) -> tuple[str, int]:
-        """(sha256 in hexadecimal, size in bytes) of what has been written."""
-        return self._hash.hexdigest(), self._size
+    def record(self) -> FileRecord:
+        """The record of what has been written."""
+        return FileRecord(self._hash.hexdigest(), self._size)
 
-    def commit(self) -> tuple[str, int]:
+    def commit(self) -> FileRecord:
         """Make the file appear at `target`; its record."""
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,0 +1,81 @@
+"""mreader generate. What runs a model is imported by the command: it takes seconds."""
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mreader.cli.console import err, key_values, percent, print_json, size
+from mreader.cli.model import load_model
+from mreader.cli.options import (
+    AugmentedPath,
+    Channels,
+    Coordinates,
+    Device,
+    Dtype,
+    Json,
+    Rank,
+    ReadsBudget,
+    Score,
+)
+
+if TYPE_CHECKING:
+    from mreader.generate import Generation
+
+
+def generate_command(
+    path: AugmentedPath,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; read from stdin where it is left out.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from this share of the probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    channels: Channels = None,
+    reads: ReadsBudget = None,
+    coordinates: Coordinates = None,
+    score: Score = None,
+    rank: Rank = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Read everything: the source model.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how fast it was and what it read.")] = False,
+    json: Json = False,
+) -> None:
+    """Continue a prompt, reading only the channels that matter."""
+    from mreader.generate import Sampling, encode_prompt, generate
+    from mreader.runtime import set_budget
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    text = prompt if prompt is not None else sys.stdin.read()
+    model, tokenizer = load_model(path, dtype, device)
+    set_budget(model, channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
+    ids = encode_prompt(tokenizer, text, chat)
+    emit = (lambda piece: None) if json else _write
+    generation = generate(model, tokenizer, ids, sampling, mode="never" if dense else "decode", emit=emit)
+    if json:
+        print_json(asdict(generation))
+        return
+    _write("\n")
+    if stats:
+        _print_stats(generation)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _print_stats(generation: "Generation") -> None:
+    err.print(
+        key_values(
+            {
+                "tokens": str(generation.tokens),
+                "speed": f"{generation.tokens_per_s:.1f} tokens/s" if generation.tokens_per_s else "one token only",
+                "k": str(generation.k),
+                "reads": f"{percent(generation.reads)} of the routed experts' weights",
+                "a token": size(generation.bytes_per_token),
+            }
+        )
+    )

@@ -1,0 +1,28 @@
+"""mreader restore."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mreader.cli.console import err, print_json, progress
+from mreader.cli.options import AugmentedPath, Json, Quiet, Verbose, verbosity
+from mreader.restore import restore
+
+
+def restore_command(
+    path: AugmentedPath,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write the source checkpoint into.")],
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the checkpoint that OUT was converted from into DST, file for file."""
+    with progress(verbosity(quiet, verbose)) as bar:
+        left_out = restore(path, destination, progress=bar)
+    if json:
+        print_json({"destination": str(destination), "left_out": left_out})
+    elif not quiet:
+        err.print(f"{destination} holds the source checkpoint, every file with its recorded sha256")
+        for name in left_out:
+            err.print(f"{name} is left out: what {path} holds is not the source's")
