@@ -1,4 +1,4 @@
-"""The decode block: a routed layer's output from a fraction of its weights. Definition: formats/SPEC.md and README.
+"""The decode block: a routed layer's output from a fraction of its weights. Definition: docs/reader.md.
 
 y = sum over kept j of w_e * a_j * d_j  +  U . sum over skipped j of w_e * p_j * b_j
 """
