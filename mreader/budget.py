@@ -28,7 +28,7 @@ class Layout:
     row_bytes: Callable[[Code, int], int]
 
 
-DISK = Layout("disk", lambda code, channels: code.row_bytes(channels))
+DISK = Layout("disk", Code.row_bytes)
 
 
 @dataclass(frozen=True)

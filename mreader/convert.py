@@ -5,8 +5,9 @@ that it was made from, its journal line; then copied files, index, source record
 """
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -35,7 +36,9 @@ from mreader.hashing import BackgroundHashes, changed_files
 from mreader.journal import Journal, refuse_other_request
 from mreader.output import (
     CARD,
+    Finished,
     claimed,
+    folder_named,
     make_folder,
     os_errors_of,
     read_finished,
@@ -73,13 +76,15 @@ def plan_conversion(
     out: where it would be written, to refuse what `convert` would refuse there, but for a disk that is too small
     """
     remote = _is_remote(source)
+    if out is not None:
+        out = folder_named(out, "result")
     if revision is not None and not remote:
         raise UsageError("--revision is for a Hub id, and the source is a folder", "leave --revision out")
     if out is not None:
-        with os_errors_of(Path(out)):
+        with os_errors_of(out):
             if not remote:
-                refuse_overlap(Path(source), Path(out))
-            refuse_foreign(Path(out))
+                refuse_overlap(Path(source), out)
+            refuse_foreign(out)
     if not remote:
         return _plan(open_checkpoint(Path(source)), options, max_shard_bytes)
     from mreader.hub import remote_headers
@@ -112,7 +117,7 @@ def convert(
     Raises SourceError, UnsupportedError, UsageError or NoSpaceError before anything is written where the source or the
     request is at fault; errors in the middle leave the journal and the finished shards to resume from.
     """
-    progress, out = progress or Progress(), Path(out)
+    progress, out = progress or Progress(), folder_named(out, "result")
     chosen = pick_device(device)
     with os_errors_of(out):
         if _is_remote(source):
@@ -132,7 +137,8 @@ def is_repo_id(source: str) -> bool:
 
 
 def _is_remote(source: str | Path) -> bool:
-    return is_repo_id(str(source)) and not Path(source).exists()
+    folder = folder_named(source, "source")
+    return is_repo_id(str(source)) and not folder.exists()
 
 
 def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int) -> Plan:
@@ -191,8 +197,12 @@ class _Conversion:
     ) -> None:
         self._plan, self._out, self._request, self._progress = plan, out, request, progress
         self._source, self._device = plan.source, device
+        self._stamps = {name: self._stamp(name) for name in self._source_files()}
 
     def run(self, overwrite: bool) -> None:
+        if not overwrite and self._is_complete_and_read_only():
+            self._progress.note(f"{self._out} is complete already")
+            return
         require_space(self._out, self._plan)
         with claimed(self._out) as work:
             journal = self._begun_anew(work) if overwrite else self._reopened(work) or self._resumed(work)
@@ -212,6 +222,23 @@ class _Conversion:
     def _is_empty(self) -> bool:
         return all(path.name == WORK_FOLDER for path in self._out.iterdir())
 
+    def _is_complete_and_read_only(self) -> bool:
+        """Whether nothing is to be done in a folder where nothing can be."""
+        if os.access(self._out, os.W_OK) or (self._out / WORK_FOLDER).exists():
+            return False
+        finished = read_finished(self._out)
+        if finished is None:
+            return False
+        self._refuse_other(finished)
+        self._progress.begin("checking what is finished", sum(record.bytes for record in finished.files.values()))
+        records = {self._out / name: record for name, record in finished.files.items()}
+        return not any(changed_files(records, self._progress.advance))
+
+    def _refuse_other(self, finished: Finished) -> None:
+        """UsageError where what is finished is another conversion."""
+        refuse_other_request(finished.request, {key: self._request[key] for key in finished.request}, self._out)
+        self._refuse_changed_source(finished.sources, complete=True)
+
     def _begun_anew(self, work: Path) -> Journal:
         """The journal of a conversion in the place of another. The other's manifest goes last: until there is this
         journal, it says whose the folder is.
@@ -226,8 +253,7 @@ class _Conversion:
         finished, journal = read_finished(self._out), Journal.load(work)
         if finished is None or (journal and journal.request == self._request and not journal.shards):
             return None  # with such a journal, the manifest is one that `_begun_anew` had no time to remove
-        refuse_other_request(finished.request, {key: self._request[key] for key in finished.request}, self._out)
-        self._refuse_changed_source(finished.sources, complete=True)
+        self._refuse_other(finished)
         damaged = self._damaged(finished.files)
         names = {shard.name for shard in self._plan.shards} - damaged
         shards = {name: record for name, record in finished.files.items() if name in names}
@@ -283,6 +309,25 @@ class _Conversion:
             **source.files,
         }
 
+    def _stamp(self, name: str) -> tuple[int, int, int] | None:
+        """What changes with the source file `name`; None where it is not there."""
+        try:
+            stat = (self._source.path / name).stat()
+        except FileNotFoundError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _refuse_touched(self, names: Iterable[str]) -> None:
+        """SourceError where one of these source files is no longer the one that the conversion began with: its parts
+        would be of two states, and its hash of neither.
+        """
+        for name in names:
+            if self._stamp(name) != self._stamps[name]:
+                raise SourceError(
+                    f"{name} changed while it was converted",
+                    "leave the source alone while it is converted; --overwrite starts again",
+                )
+
     def _write_shards(self, journal: Journal, work: Path) -> None:
         todo = [shard for shard in self._plan.shards if shard.name not in journal.shards]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
@@ -296,10 +341,14 @@ class _Conversion:
             for step, shard in enumerate(todo):
                 hashes.begin(step)
                 record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name, pool)
-                self._finish_sources(journal, hashes.finish(step))
+                hashed = hashes.finish(step)
+                self._refuse_touched(steps[step])
+                self._finish_sources(journal, hashed)
                 journal.finish_shard(shard.name, record)
             hashes.begin(len(todo))
-            self._finish_sources(journal, hashes.finish(len(todo)))
+            hashed = hashes.finish(len(todo))
+            self._refuse_touched(self._stamps)
+            self._finish_sources(journal, hashed)
 
     def _finish_sources(self, journal: Journal, records: dict[str, FileRecord]) -> None:
         for name, record in records.items():
@@ -322,6 +371,7 @@ class _Conversion:
             yield INDEX, shard_index({shard.name: shard.tensors for shard in self._plan.shards})
         yield SOURCE, record_source(self._source)
         yield CONFIG, {**self._source.config, "quantization_config": self._plan.options.config_entry()}
+        self._refuse_touched(self._stamps)
         yield (
             MANIFEST,
             {

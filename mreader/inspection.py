@@ -141,8 +141,8 @@ def _bytes_by_kind(augmented: Augmented) -> dict[str, int]:
 def _quality(augmented: Augmented, layer: RoutedLayer, progress: Progress) -> LayerQuality:
     with augmented.tensors() as tensors:
         stored = augmented.layer(layer, tensors)
-        kept = stored["recovery_coeffs"].float().square().sum()
-        energy = kept / stored["down_norms"].float().square().sum()
+        kept = float(stored["recovery_coeffs"].float().square().sum())
+        energy = float(stored["down_norms"].float().square().sum())
         error, weight = 0.0, 0.0
         for codes, scales, errors in zip(
             stored["sketch_codes"], stored["sketch_scales"], stored["sketch_errors"], strict=True
@@ -150,7 +150,8 @@ def _quality(augmented: Augmented, layer: RoutedLayer, progress: Progress) -> La
             error += float(errors.double().mean())
             weight += float(_mean_square(codes, scales, errors, augmented.options.code, layer.channels))
     progress.advance(sum(t.nbytes for part, t in stored.items() if part not in _KINDS["native"]))
-    return LayerQuality(layer.number, float(energy), error / weight)
+    # A layer of zeros, or of weights below FP16's least number, loses nothing
+    return LayerQuality(layer.number, kept / energy if energy else 1.0, error / weight if weight else 0.0)
 
 
 def _mean_square(codes: Tensor, scales: Tensor, errors: Tensor, code: Code, channels: int) -> Tensor:

@@ -71,6 +71,13 @@ def os_errors_of(out: Path) -> Iterator[None]:
         raise MreaderError(f"{error.filename or out}: {what}", "check the path and its permissions") from error
 
 
+def folder_named(path: str | Path, what: str) -> Path:
+    """`path`; UsageError where it is empty, as an unset shell variable is, and would mean the current folder."""
+    if path == "":
+        raise UsageError(f"the {what} is an empty name", "name a folder; the current one is called .")
+    return Path(path)
+
+
 def refuse_overlap(source: Path, out: Path) -> None:
     """UsageError where one folder is, or lies in, the other."""
     inner, outer = source.resolve(), out.resolve()
@@ -159,8 +166,21 @@ def _in_units(nbytes: int) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk of `folder`, which need not exist yet."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_there(folder)).free
+
+
+def require_writable(folder: Path) -> None:
+    """MreaderError where `folder`, which need not exist yet, cannot be written into or made."""
+    there = _there(folder)
+    if not os.access(there, os.W_OK | os.X_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        what = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise MreaderError(f"{there}: {what}", "check the path and its permissions")
+
+
+def _there(folder: Path) -> Path:
+    """`folder`, or the innermost of those above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 @contextmanager
@@ -170,20 +190,33 @@ def claimed(out: Path) -> Iterator[Path]:
     Leaves nothing behind where an error ends it before there is a journal.
     """
     work = out / WORK_FOLDER
-    created = [path for path in (work, out, *out.parents) if not path.exists()]
-    try:
-        make_folder(work)
-    except OSError:
-        _remove_created(created)
-        raise
-    with _locked(work):
+    with locked(work, "conversion"):
         try:
             yield work
         except Exception:
             if not (work / JOURNAL).exists():
                 shutil.rmtree(work, ignore_errors=True)
-                _remove_created(created)
             raise
+
+
+@contextmanager
+def locked(work: Path, what: str) -> Iterator[bool]:
+    """The folder `work`, made where it is not there, with a lock that goes with the process. Yields whether the lock is
+    new: otherwise a process was killed that had it.
+
+    UsageError where another process has the lock, which does `what`. Where an error ends it, the folders that were made
+    for it go again, if they are empty.
+    """
+    created = [path for path in (work, *work.parents) if not path.exists()]
+    try:
+        while (lock := _lock_file(work, what)) is None:
+            pass
+        file, new = lock
+        with file:
+            yield new
+    except Exception:
+        _remove_created(created)
+        raise
 
 
 def make_folder(folder: Path) -> None:
@@ -199,25 +232,31 @@ def _remove_created(created: list[Path]) -> None:
         remove_if_empty(path)
 
 
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """A lock that goes with the process."""
-    file = _lock_file(work)
-    while os.fstat(file.fileno()).st_nlink == 0:  # a conversion that ended just now took its work folder away
-        file.close()
-        file = _lock_file(work)
-    with file:
-        yield
-
-
-def _lock_file(work: Path) -> BinaryIO:
-    work.mkdir(exist_ok=True)
-    file = (work / _LOCK).open("wb")
+def _lock_file(work: Path, what: str) -> tuple[BinaryIO, bool] | None:
+    """The lock file in `work`, locked, and whether it is new; None where another process is just removing it."""
+    make_folder(work)
+    try:
+        file: BinaryIO
+        file, new = (work / _LOCK).open("xb"), True
+    except FileExistsError:
+        try:
+            file, new = (work / _LOCK).open("r+b"), False
+        except FileNotFoundError:
+            return None
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
         raise UsageError(
-            f"another conversion into {work.parent} is running", "wait for it to end, or name another folder"
+            f"another {what} into {work.parent} is running", "wait for it to end, or name another folder"
         ) from error
-    return file
+    except OSError:  # a file system without locks
+        file.close()
+        (work / _LOCK).unlink(missing_ok=True)
+        raise
+    if os.fstat(file.fileno()).st_nlink == 0:
+        file.close()
+        return None
+    return file, new

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mreader.activations import get_activation
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.augmented import FormatOptions, augmented_tensors, layer_tensors
 from mreader.formats.checkpoint import SINGLE, Checkpoint
@@ -88,8 +89,9 @@ class Plan:
 
 
 def make_plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int = MAX_SHARD_BYTES) -> Plan:
-    """The plan of converting `source`; raises what `find_architecture` raises."""
+    """The plan of converting `source`; raises what `find_architecture` raises, and for an unknown activation."""
     architecture = find_architecture(source)
+    get_activation(architecture.activation)  # a runtime will need it: better known now than after the work
     groups: list[dict[str, TensorSpec]] = [{}]
     for unit in _units(source, architecture, options):
         if groups[-1] and _nbytes(groups[-1]) + _nbytes(unit) > max_shard_bytes:

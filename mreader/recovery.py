@@ -15,6 +15,7 @@ Each = Callable[[Callable[[Tensor], Tensor], Sequence[Tensor]], Iterable[Tensor]
 
 _OVERSAMPLING = 16
 _MAX_STEPS = 16
+_NEGLIGIBLE = 1e-6  # of a part outside the basis: products are rounded to 8 or 24 bits
 # The energy still to be gained at which the iteration ends, relative to that of the basis. An upper bound: the
 # extrapolation takes the gains to fall at the last rate, and they fall ever faster.
 _TOLERANCE = 5e-4
@@ -45,7 +46,7 @@ def recovery_basis(down: Sequence[Tensor], rank: int, seed: int, each: Each = ma
     if rank == 0:
         return torch.zeros(hidden, 0, device=down[0].device)
     subspace = _krylov_subspace(down, rank, min(rank + _OVERSAMPLING, hidden), seed, each)
-    return _fix_signs(_turn_to_singular(down, subspace, rank, each)).float().contiguous()
+    return _fix_signs(_turn_to_singular(down, subspace, rank, each)).float().contiguous().to(down[0].device)
 
 
 def recovery_coeffs(basis: Tensor, down: Tensor) -> Tensor:
@@ -59,10 +60,14 @@ def recovery_coeffs(basis: Tensor, down: Tensor) -> Tensor:
 
 
 def _krylov_subspace(down: Sequence[Tensor], rank: int, width: int, seed: int, each: Each) -> Tensor:
-    """(H, q) float64, orthonormal: the top Ritz vectors of A A^T."""
-    hidden, device = down[0].shape[0], down[0].device
+    """(H, q) float64 on the CPU, orthonormal: the top Ritz vectors of A A^T.
+
+    Only products with the experts run on the device: the small matrices are factorised on the CPU, whose results are
+    the same bits every time.
+    """
+    hidden = down[0].shape[0]
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(hidden, width, generator=generator, dtype=torch.float64).to(device)
+    start = torch.randn(hidden, width, generator=generator, dtype=torch.float64)
     basis = newest = torch.linalg.qr(start).Q
     images: list[Tensor] = []
     energies = [0.0]
@@ -75,21 +80,25 @@ def _krylov_subspace(down: Sequence[Tensor], rank: int, width: int, seed: int, e
             top: Tensor = basis @ vectors[:, -width:]
             return top
         newest = _orthonormal_to(basis, images[-1][:, :free])
+        if newest.shape[1] == 0:  # A has no more directions than these
+            found: Tensor = basis @ vectors[:, -width:]
+            return found
         basis = torch.cat([basis, newest], 1)
 
 
 def _apply_gram(down: Sequence[Tensor], columns: Tensor, each: Each) -> Tensor:
     """sum_e D_e (D_e^T Q) in float64, each expert's product in the fast precision of its weights."""
-    narrow = {dtype: columns.t().contiguous().to(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    there = columns.t().contiguous().to(down[0].device)
+    narrow = {dtype: there.to(dtype) for dtype in (torch.bfloat16, torch.float32)}
 
     def product(expert: Tensor) -> Tensor:
         weights = expert if _has_fast_product(expert) else expert.float()
         return weights @ (narrow[weights.dtype] @ weights).t()
 
-    image = torch.zeros_like(columns, dtype=torch.float32)
+    image = torch.zeros_like(columns, dtype=torch.float32, device=there.device)
     for part in each(product, down):
         image += part
-    return image.double()
+    return image.double().cpu()
 
 
 def _has_fast_product(weights: Tensor) -> bool:
@@ -115,19 +124,26 @@ def _converged(energies: list[float]) -> bool:
 
 
 def _orthonormal_to(basis: Tensor, columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns' part outside `basis`; twice, for what the first round's rounding left in."""
+    """An orthonormal basis of the columns' part outside `basis`: as many columns as that part has directions.
+
+    Twice, for what the first round's rounding left in. What is lost to rounding has no direction of its own, and a QR
+    factorisation would make one up that is not orthogonal to the basis.
+    """
+    size = float(torch.linalg.vector_norm(columns))
     for _ in range(2):
         columns = columns - basis @ (basis.t() @ columns)
-        columns = torch.linalg.qr(columns).Q
+        left, values, _ = torch.linalg.svd(columns, full_matrices=False)
+        columns = left[:, values > _NEGLIGIBLE * size]
+        size = 1.0
     return columns
 
 
 def _turn_to_singular(down: Sequence[Tensor], subspace: Tensor, rank: int, each: Each) -> Tensor:
     """The subspace's best r directions, by falling singular value of A restricted to it."""
-    columns = subspace.float()
-    gram = torch.zeros(columns.shape[1], columns.shape[1], dtype=torch.float64, device=columns.device)
+    columns = subspace.float().to(down[0].device)
+    gram = torch.zeros(columns.shape[1], columns.shape[1], dtype=torch.float64)
     for seen in each(lambda expert: recovery_coeffs(columns, expert), down):
-        gram += seen.t() @ seen
+        gram += (seen.t() @ seen).double().cpu()
     vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
     return subspace @ vectors[:, -rank:].flip(1)
 

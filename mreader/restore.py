@@ -1,20 +1,30 @@
 """The source checkpoint back from an augmented one: the same files, byte for byte."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from mreader.errors import UsageError, VerifyError
+from mreader.errors import NoSpaceError, UsageError, VerifyError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import Augmented
+from mreader.formats.checkpoint import CONFIG
 from mreader.formats.safetensors_file import HashingFile, LazyTensors, as_bytes
 from mreader.native import native_matrix, open_to_verify, source_pieces
-from mreader.output import CARD, os_errors_of, refuse_overlap, remove_if_empty, require_space_for
+from mreader.output import (
+    CARD,
+    folder_named,
+    locked,
+    os_errors_of,
+    refuse_overlap,
+    remove_if_empty,
+    require_space_for,
+)
 from mreader.progress import Progress
 
 _WORK_FOLDER = ".mreader-restore"
+_PART = "part"
 
 
 def restore(out: str | Path, destination: str | Path, *, progress: Progress | None = None) -> list[str]:
@@ -25,23 +35,37 @@ def restore(out: str | Path, destination: str | Path, *, progress: Progress | No
 
     Raises VerifyError where a file would differ from the source's, UsageError where `destination` is in use.
     """
-    progress, destination = progress or Progress(), Path(destination)
-    augmented = open_to_verify(Path(out))
+    progress, destination = progress or Progress(), folder_named(destination, "destination")
+    augmented = open_to_verify(folder_named(out, "checkpoint"))
     refuse_overlap(augmented.folder, destination)
     _refuse_used(destination)
     with os_errors_of(destination):
         sizes = {name: int(entry["bytes"]) for name, entry in augmented.manifest["source"]["files"].items()}
-        require_space_for(destination, sum(sizes.values()))
-        progress.begin("restoring", sum(sizes.values()))
-        created = [path for path in (destination, *destination.parents) if not path.exists()]
-        try:
-            (destination / _WORK_FOLDER).mkdir(parents=True, exist_ok=True)
-            left_out = _restore_files(augmented, destination, progress)
-        except Exception:
-            _remove(destination, [*sizes], created)
-            raise
-        shutil.rmtree(destination / _WORK_FOLDER)
+        with locked(destination / _WORK_FOLDER, "restore") as new:
+            if new:
+                _refuse_finished(destination)
+            interrupted = [path for path in _paths(destination, sizes) if path.is_file()]
+            try:
+                require_space_for(destination, sum(sizes.values()) - sum(path.stat().st_size for path in interrupted))
+            except NoSpaceError:
+                _remove_work(destination)
+                raise
+            progress.begin("restoring", sum(sizes.values()))
+            try:
+                for path in interrupted:  # now, or there would not be room for both
+                    path.unlink()
+                left_out = _restore_files(augmented, destination, progress)
+            except Exception:
+                _remove(destination, sizes)
+                raise
+            shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)  # another run may be trying the lock in it
     return left_out
+
+
+def _paths(destination: Path, names: Iterable[str]) -> list[Path]:
+    """What a restore of files of these `names` writes; config.json first, without which nothing passes for whole."""
+    ordered = sorted(names, key=lambda name: (name != CONFIG, name))
+    return [destination / name for name in (*ordered, f"{_WORK_FOLDER}/{_PART}")]
 
 
 def _restore_files(augmented: Augmented, destination: Path, progress: Progress) -> list[str]:
@@ -49,29 +73,42 @@ def _restore_files(augmented: Augmented, destination: Path, progress: Progress) 
     for name in augmented.source.headers:
         _restore_shard(augmented, name, destination, progress)
     for name, text in sorted(augmented.source.texts.items(), reverse=True):  # config.json last
-        with HashingFile(destination / _WORK_FOLDER / "part", destination / name) as file:
+        with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file:
             file.write(text.encode())
             _commit(augmented, name, file)
         progress.advance(len(text.encode()))
     return left_out
 
 
-def _remove(destination: Path, names: list[str], created: list[Path]) -> None:
-    """Remove a restore that failed: nothing of it could be used by another one."""
-    shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
+def _remove(destination: Path, names: Iterable[str]) -> None:
+    """Remove a restore that failed: nothing of it could be used by another one.
+
+    Only for the one that has the lock: it began with a folder that holds none of these files.
+    """
     folders = set()
-    for name in names:
-        (destination / name).unlink(missing_ok=True)
-        folders |= {parent for parent in (destination / name).parents if destination in parent.parents}
-    for folder in (*sorted(folders, reverse=True), *created):
+    for path in _paths(destination, names):
+        path.unlink(missing_ok=True)
+        folders |= {parent for parent in path.parents if destination in parent.parents}
+    for folder in sorted(folders - {destination / _WORK_FOLDER}, reverse=True):
         remove_if_empty(folder)
+    _remove_work(destination)
+
+
+def _remove_work(destination: Path) -> None:
+    """Remove the work folder, unless it says of other files whose they are: those of a restore that was interrupted."""
+    if not _others(destination):
+        shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
+
+
+def _others(destination: Path) -> list[str]:
+    return [path.name for path in destination.iterdir() if path.name != _WORK_FOLDER]
 
 
 def _restore_shard(augmented: Augmented, name: str, destination: Path, progress: Progress) -> None:
     header = augmented.source.headers[name]
     pieces = source_pieces(augmented.architecture.layers)
     (destination / name).parent.mkdir(parents=True, exist_ok=True)
-    with HashingFile(destination / _WORK_FOLDER / "part", destination / name) as file:
+    with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file:
         file.write(len(header.text).to_bytes(8, "little") + header.text)
         for tensor in header.tensors:
             with augmented.tensors() as tensors:
@@ -98,7 +135,7 @@ def _copy(augmented: Augmented, name: str, destination: Path, progress: Progress
             return False
         raise VerifyError(f"{name} of the source is missing", "download the checkpoint again")
     (destination / name).parent.mkdir(parents=True, exist_ok=True)
-    with HashingFile(destination / _WORK_FOLDER / "part", destination / name) as file, original.open("rb") as data:
+    with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file, original.open("rb") as data:
         while chunk := data.read(1 << 22):
             file.write(chunk)
             progress.advance(len(chunk))
@@ -121,5 +158,16 @@ def _commit(augmented: Augmented, name: str, file: HashingFile) -> None:
 def _refuse_used(destination: Path) -> None:
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination} is a file", "name a folder for the result")
-    if destination.is_dir() and any(destination.iterdir()) and not (destination / _WORK_FOLDER).is_dir():
-        raise UsageError(f"{destination} is not empty", "name an empty or a new folder")
+    if destination.is_dir() and _others(destination) and not (destination / _WORK_FOLDER).is_dir():
+        raise _not_empty(destination)
+
+
+def _refuse_finished(destination: Path) -> None:
+    """UsageError where another restore began and ended since `_refuse_used`."""
+    if _others(destination):
+        shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
+        raise _not_empty(destination)
+
+
+def _not_empty(destination: Path) -> UsageError:
+    return UsageError(f"{destination} is not empty", "name an empty or a new folder")

@@ -10,6 +10,7 @@ weights, and a step of query length 1 on a cache reads only the channels that ma
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,20 +31,29 @@ from mreader.reader import ExpertLayer, ReadSettings, read
 Mode = Literal["decode", "always", "never"]
 
 
+# Which thread is in a decode step, or in a `reader_mode` block, of which runtime: threads may share a model.
+_decoding: ContextVar[frozenset[int]] = ContextVar("mreader_decoding", default=frozenset())
+_modes: ContextVar[dict[int, Mode]] = ContextVar("mreader_modes", default={})  # noqa: B039 (never changed in place)
+
+
 @dataclass
 class Runtime:
-    """What all routed layers of a loaded model share; `set_budget` and `reader_mode` change it.
-
-    mode:     which calls go through the reader: decode steps, every one (evaluation), or none (dense)
-    decoding: whether the model is in a decode step right now
-    """
+    """What all routed layers of a loaded model share; `set_budget` changes it."""
 
     shape: BlockShape
     layers: int
     budget: Budget
     settings: ReadSettings
-    mode: Mode = "decode"
-    decoding: bool = False
+
+    @property
+    def mode(self) -> Mode:
+        """Which calls go through the reader: decode steps, or what `reader_mode` says in this thread."""
+        return _modes.get().get(id(self), "decode")
+
+    @property
+    def decoding(self) -> bool:
+        """Whether this thread is in a decode step of the model."""
+        return id(self) in _decoding.get()
 
     @property
     def reads(self) -> Reads:
@@ -196,12 +206,11 @@ def set_budget(
 @contextmanager
 def reader_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
     """Within the block, which calls go through the reader: "decode" steps, "always" every token, or "never"."""
-    runtime = runtime_of(model)
-    before, runtime.mode = runtime.mode, mode
+    token = _modes.set({**_modes.get(), id(runtime_of(model)): mode})
     try:
         yield
     finally:
-        runtime.mode = before
+        _modes.reset(token)
 
 
 def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -295,20 +304,23 @@ def _raise_on_missing_tensors(model: PreTrainedModel) -> None:
 def _watch_decoding(model: PreTrainedModel, runtime: Runtime) -> None:
     """Let the runtime know when the decoder runs a decode step: its experts only see flattened tokens."""
     decoder = _decoder(model)
-    signature = inspect.signature(type(decoder).forward)
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = signature.bind_partial(module, *args, **kwargs).arguments
-        runtime.decoding = _is_decode_step({**bound.pop("kwargs", {}), **bound})
-
-    def leave(*_: object) -> None:
-        runtime.decoding = False
-
-    decoder.register_forward_pre_hook(enter, with_kwargs=True)
-    decoder.register_forward_hook(leave, always_call=True)
+    decoder.mreader = runtime
+    decoder.register_forward_pre_hook(_enter, with_kwargs=True)
+    decoder.register_forward_hook(_leave, always_call=True)
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+# The hooks find the runtime through the module, so that they are right in a copy of the model, and can be pickled.
+def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    if _is_decode_step({**bound.pop("kwargs", {}), **bound}):
+        _decoding.set(_decoding.get() | {id(module.mreader)})
+
+
+def _leave(module: Any, *_: object) -> None:
+    _decoding.set(_decoding.get() - {id(module.mreader)})
+
+
+def _decoder(model: PreTrainedModel) -> Any:
     """The innermost transformers model that holds every routed layer."""
     names = [name for name, _ in _experts_modules(model)]
     holders: list[tuple[str, nn.Module]] = [

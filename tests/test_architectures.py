@@ -89,6 +89,27 @@ def test_first_layers_without_experts() -> None:
             find_architecture(headers_only(FIRST_TWO_DENSE, wrong))
 
 
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 3}, [2, 5, 8]),
+        ({"decoder_sparse_step": 3, "first_k_dense_replace": 2}, [2, 5, 8]),
+        ({"decoder_sparse_step": 3, "first_k_dense_replace": 3}, [5, 8]),
+        ({"decoder_sparse_step": 2, "first_k_dense_replace": 4, "mlp_only_layers": [7]}, [5, 9]),
+        (
+            {"decoder_sparse_step": 0, "first_k_dense_replace": None, "mlp_only_layers": [0, 2, 4, 6, 8]},
+            [1, 3, 5, 7, 9],
+        ),
+    ],
+)
+def test_every_so_many_layers(changes: dict[str, Any], layers: list[int]) -> None:
+    config = {**FIRST_TWO_DENSE, "num_hidden_layers": 10, "first_k_dense_replace": 0, **changes}
+    assert [layer.number for layer in find_architecture(headers_only(config, layers)).layers] == layers
+    for wrong in (layers[:-1], [*layers, 10]):
+        with pytest.raises(SourceError, match=f"layer {max({*layers, *wrong})} has"):
+            find_architecture(headers_only(config, wrong))
+
+
 def test_borders_of_shards_cut_through_experts(tmp_path: Path) -> None:
     """What the cases above rely on."""
     source = make_source(tmp_path / "source", "olmoe", files=5)

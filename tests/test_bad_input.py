@@ -19,6 +19,8 @@ import killing
 import pytest
 import torch
 from commands import contents, mreader
+from safetensors import safe_open
+from safetensors.torch import save_file
 from sources import (
     INDEX,
     copied,
@@ -93,6 +95,12 @@ def text(name: str, content: str | bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def header(entries: dict[str, Any]) -> bytes:
+    """A safetensors file without data."""
+    data = json.dumps(entries).encode()
+    return len(data).to_bytes(8, "little") + data
+
+
 def truncate(name: str, size: int) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, size)
 
@@ -141,6 +149,27 @@ def add_tensor(name: str, like: str) -> Callable[[Path], None]:
     return change
 
 
+def pack(parts: dict[str, torch.dtype], **files: str) -> Callable[[Path], None]:
+    """Put tensors of other dtypes in the place of each `weight` of an expert, and other files beside config.json."""
+
+    def change(folder: Path) -> None:
+        where: dict[str, str] = {}
+        for path in shards(folder):
+            with safe_open(path, "pt") as file:
+                old = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            new = {name: tensor for name, tensor in old.items() if ".experts." not in name}
+            for name in old.keys() - new.keys():
+                new |= {name.removesuffix("weight") + p: torch.ones(4, 4).to(d) for p, d in parts.items()}
+            path.unlink()
+            save_file(new, path, {"format": "pt"})
+            where |= dict.fromkeys(new, path.name)
+        edit_json(folder / INDEX, lambda value: value.update(weight_map=where))
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
+
+    return change
+
+
 def without_experts(folder: Path) -> None:
     remove_tensors(folder, lambda name: ".experts." in name)
     config(num_experts=0)(folder)
@@ -168,6 +197,34 @@ CASES = [
     Case("config without expert width", config(intermediate_size=None), SOURCE, ["intermediate_size"]),
     Case("config of a larger model", config(hidden_size=256), SOURCE, ["model.layers.0.mlp.experts", "[80, 192]"]),
     Case("config with more layers", config(num_hidden_layers=4), SOURCE, ["layer 3"]),
+    Case("config with countless layers", config(num_hidden_layers=10**12), SOURCE, ["layer 3"]),
+    Case("config with countless experts", config(num_experts=10**12), SOURCE, ["experts.6.", "missing"]),
+    Case("config with countless layers, few sparse", config(num_hidden_layers=10**12, decoder_sparse_step=10**11),
+         SOURCE, ["layer 0"]),
+    Case("config with countless dense layers", config(num_hidden_layers=10**12, first_k_dense_replace=10**11), SOURCE,
+         ["layer 0"]),
+    Case("more experts per token than experts", config(num_experts_per_tok=7), SOURCE, ["7 experts of 6"]),
+    Case("activation that is no name", config(hidden_act=["silu"]), SOURCE, ["activation", "['silu']"]),
+    Case("sparse step that is text", config(decoder_sparse_step="1"), SOURCE, ["decoder_sparse_step", "'1'"]),
+    Case("sparse step below zero", config(decoder_sparse_step=-1), SOURCE, ["decoder_sparse_step", "-1"]),
+    Case("dense layers that are no list", config(mlp_only_layers=1), SOURCE, ["mlp_only_layers", "1"]),
+    Case("dense layers in a list in a list", config(mlp_only_layers=[[0]]), SOURCE, ["mlp_only_layers", "[[0]]"]),
+    Case("first dense layers that are text", config(first_k_dense_replace="0"), SOURCE,
+         ["first_k_dense_replace", "'0'"]),
+    Case("config with half a surrogate pair", config(note="\ud800"), SOURCE, ["config.json", "surrogate"]),
+    Case("config with half a pair in a key", config(note={"\udc00": [1]}), SOURCE, ["config.json", "surrogate"]),
+    Case("index with half a pair", index(lambda w: w.update({"\ud800": FIRST})), SOURCE, [INDEX, "surrogate"]),
+    Case("config nested without end", text("config.json", '{"a":' * 100_000 + "1" + "}" * 100_000), SOURCE,
+         ["config.json"]),
+    Case("config nested too deep", text("config.json", '{"a":' + "[" * 200 + "]" * 200 + "}"), SOURCE,
+         ["config.json", "deep"]),
+    Case("index nested without end", text(INDEX, "[" * 100_000), SOURCE, [INDEX]),
+    Case("shard header nested without end", text(FIRST, (100_000).to_bytes(8, "little") + b"[" * 100_000), SOURCE,
+         [FIRST, "header"]),
+    Case("shard header with half a pair", text(FIRST, header({"\ud800": {"dtype": "F16", "shape": [0],
+         "data_offsets": [0, 0]}})), SOURCE, [FIRST, "header"]),
+    Case("shard header with a boundless shape", text(FIRST, header({"x": {"dtype": "F16", "shape": [10**18] * 300,
+         "data_offsets": [0, 0]}})), SOURCE, [FIRST, "header"]),
     Case("missing shard", lambda f: (f / FIRST).unlink(), SOURCE, [FIRST, INDEX]),
     Case("shard cut in its data", truncate(FIRST, 100_000), SOURCE, [FIRST, "truncated", "100,000"]),
     Case("shard cut in its header", truncate(FIRST, 100), SOURCE, [FIRST, "truncated"]),
@@ -229,6 +286,34 @@ CASES = [
          ["compressed-tensors", "not supported yet"]),
     Case("FP8 that config.json does not tell", all_as(torch.float8_e4m3fn), UNSUPPORTED,
          ["model.layers.0.mlp.experts.0", "F8_E4M3", "not supported yet"]),
+    Case("FP8 with inverse scales", pack({"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}),
+         UNSUPPORTED, ["quantized (fp8)", "not supported yet", "weight_scale_inv"]),
+    Case("FP8 with scales", pack({"weight": torch.float8_e4m3fn, "weight_scale": torch.float32}), UNSUPPORTED,
+         ["quantized (fp8)", "not supported yet"]),
+    Case("FP8 of ModelOpt", pack({"weight": torch.float8_e4m3fn, "input_scale": torch.float32},
+         hf_quant_config__json="{}"), UNSUPPORTED, ["quantized (fp8)", "hf_quant_config.json"]),
+    Case("NVFP4 of ModelOpt", pack({"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn},
+         hf_quant_config__json="{}"), UNSUPPORTED, ["quantized (nvfp4)", "hf_quant_config.json"]),
+    Case("NVFP4", pack({"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": torch.float32}),
+         UNSUPPORTED, ["quantized (nvfp4)", "weight_scale_2"]),
+    Case("NVFP4 of compressed-tensors", pack({"weight_packed": torch.uint8, "weight_global_scale": torch.float32}),
+         UNSUPPORTED, ["quantized (nvfp4)", "weight_global_scale"]),
+    Case("MXFP4 blocks", pack({"proj_blocks": torch.uint8, "proj_scales": torch.uint8}), UNSUPPORTED,
+         ["quantized (mxfp4)", "_blocks"]),
+    Case("old GPTQ", pack({"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16},
+         quantize_config__json="{}"), UNSUPPORTED, ["quantized (gptq)", "quantize_config.json"]),
+    Case("GPTQ with its order", pack({"qweight": torch.int32, "g_idx": torch.int32}), UNSUPPORTED,
+         ["quantized (gptq)", "g_idx"]),
+    Case("old AWQ", pack({"qweight": torch.int32, "qzeros": torch.int32}, quant_config__json="{}"), UNSUPPORTED,
+         ["quantized (awq)", "quant_config.json"]),
+    Case("GPTQ or AWQ", pack({"qweight": torch.int32, "scales": torch.float16}), UNSUPPORTED,
+         ["quantized (gptq or awq)", "qweight"]),
+    Case("bitsandbytes of 4 bits", pack({"weight": torch.uint8, "weight.absmax": torch.uint8,
+         "weight.quant_state.bitsandbytes__nf4": torch.uint8}), UNSUPPORTED, ["quantized (bitsandbytes)", "absmax"]),
+    Case("bitsandbytes of 8 bits", pack({"weight": torch.int8, "SCB": torch.float32}), UNSUPPORTED,
+         ["quantized (bitsandbytes)", "SCB"]),
+    Case("INT8", pack({"weight": torch.int8, "weight_scale": torch.bfloat16}), UNSUPPORTED,
+         ["quantized (int8)", "I8"]),
     Case("experts in two dtypes", replace(UP, lambda t: t.float()), UNSUPPORTED, ["layer 1", "BF16", "F32"]),
     Case("dense model of a known type", without_experts, UNSUPPORTED, ["dense"]),
     Case("dense model of another type", config(model_type="llama", num_experts=None), UNSUPPORTED, ["llama"]),

@@ -185,6 +185,27 @@ def test_the_largest_file_of_other_weights_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"a": "\\ud800"}',
+        '{"\\udfff": 1}',
+        '{"a": [{"b": ["\\udc00x"]}]}',
+        '{"a":' * 101 + "1" + "}" * 101,
+        "[" * 99_999,
+    ],
+)
+def test_config_that_could_not_be_written_again(tmp_path: Path, config: str) -> None:
+    make(tmp_path, {"model.safetensors": ["a"]}, config__json=config)
+    with pytest.raises(SourceError, match=r"config\.json"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", ['{"a": "\\ud83d\\ude00"}', '{"a": "\U0001f600"}', '{"a":' * 90 + "1" + "}" * 90])
+def test_config_with_pairs_and_depth(tmp_path: Path, config: str) -> None:
+    assert open_checkpoint(make(tmp_path, {"model.safetensors": ["a"]}, config__json=config)).config
+
+
 @pytest.mark.parametrize("name", ["a", "a/b c", "a..b", ".hidden", "é"])
 def test_safe_names(name: str) -> None:
     assert is_safe_name(name)

@@ -1,9 +1,12 @@
 """Augmented checkpoints in transformers: loaded by the stock classes, dense in prefill, sparse in decode steps."""
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -288,3 +291,44 @@ class TestDamage:
         (damaged / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedError, match="format version 2"):
             _load(damaged)
+
+
+def test_a_copy_reads_sparsely_on_its_own(olmoe: PreTrainedModel) -> None:
+    other = copy.deepcopy(olmoe)
+    set_budget(other, channels=0.5)
+    assert runtime_of(olmoe).settings != runtime_of(other).settings
+    set_budget(other, channels=0.122)
+    tokens = [
+        model.generate(TOKENS[:1], max_new_tokens=6, min_new_tokens=6, do_sample=False) for model in (olmoe, other)
+    ]
+    torch.testing.assert_close(*tokens, rtol=0, atol=0)
+    pickle.loads(pickle.dumps(other))
+
+
+def test_a_copy_counts_its_own_decode_steps(olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = copy.deepcopy(olmoe)
+    calls: list[int] = []
+    read = runtime.read
+    monkeypatch.setattr(runtime, "read", lambda x, *rest: (calls.append(len(x)), read(x, *rest))[1])
+    other.generate(TOKENS[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert calls == [1] * 2 * LAYERS
+
+
+def test_threads_may_share_a_model(olmoe: PreTrainedModel) -> None:
+    """A decode step in one thread leaves a prefill in another dense."""
+    set_budget(olmoe, channels=0.02)
+    expected = _logits(olmoe)
+    stop = threading.Event()
+
+    def decode() -> None:
+        while not stop.is_set():
+            olmoe.generate(TOKENS[:1], max_new_tokens=4, do_sample=False)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        for _ in range(10):
+            torch.testing.assert_close(_logits(olmoe), expected, rtol=0, atol=1e-6)
+    finally:
+        stop.set()
+        thread.join()

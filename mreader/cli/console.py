@@ -27,8 +27,9 @@ from mreader.progress import Progress
 
 DEBUG = "MREADER_DEBUG"
 # Where it is no terminal nobody can widen it: tables keep their columns
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_on_terminal = sys.stdout is not None and sys.stdout.isatty()
+out = Console(highlight=False, emoji=False, soft_wrap=True, width=None if _on_terminal else 120)
+err = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 class Verbosity(IntEnum):

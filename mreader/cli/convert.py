@@ -13,7 +13,7 @@ from mreader.convert import convert, plan_conversion
 from mreader.device import pick_device
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
-from mreader.output import free_bytes, require_space
+from mreader.output import free_bytes, read_finished, require_space, require_writable
 from mreader.plan import MAX_SHARD_BYTES, Plan
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -21,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 def convert_command(
     source: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a Hub id like Qwen/Qwen3-30B-A3B.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; a conversion that was interrupted is resumed.")],
+    out: Annotated[str, typer.Argument(help="Folder to write; a conversion that was interrupted is resumed.")],
     codes: Annotated[str, typer.Option(help="Sketch code: ternary or quaternary.")] = DEFAULT_OPTIONS.codes,
     rank: Annotated[int, typer.Option(help="Rank of the recovery map.")] = DEFAULT_OPTIONS.rank,
     seed: Annotated[int, typer.Option(help="Seed of the rotation signs.")] = DEFAULT_OPTIONS.seed,
@@ -45,8 +45,11 @@ def convert_command(
     if dry_run:
         pick_device(device)
         plan = plan_conversion(source, options, out=out, revision=revision, token=token, max_shard_bytes=limit)
-        _report(plan, out, json, None)
-        require_space(out, plan)
+        target = Path(out)
+        if overwrite or read_finished(target) is None:
+            require_writable(target)
+        _report(plan, target, json, None)
+        require_space(target, plan)
         return
     keep_freed_memory()
     hide_hub_progress(level)
@@ -64,7 +67,7 @@ def convert_command(
             progress=bar,
         )
     if json or not quiet:
-        _report(plan, out, json, time.perf_counter() - start)
+        _report(plan, Path(out), json, time.perf_counter() - start)
 
 
 def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:

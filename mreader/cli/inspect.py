@@ -28,7 +28,7 @@ def _print_inspection(path: Path, found: Inspection) -> None:
             {
                 "checkpoint": str(path),
                 "model": f"{found.model_type}, {found.layers} routed layers",
-                "experts": f"{found.experts} a layer, {found.routed} routed; {found.hidden} x {found.channels} channels",
+                "experts": f"{found.experts} a layer, {found.routed} routed; {found.hidden} x {found.channels}",
                 "weights": found.dtype,
                 "format": f"version {options['format_version']}, {options['codes']} codes, rank {options['rank']}, "
                 f"seed {options['seed']}",

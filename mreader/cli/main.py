@@ -1,8 +1,11 @@
 """The `mreader` command."""
 
+import os
 import signal
+import sys
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,6 +54,13 @@ class _Interrupted(BaseException):
     """Ctrl-C. Not an Exception: what is interrupted has not failed, and keeps what it has to resume from."""
 
 
+def _open_standard_streams() -> None:
+    """Python has None where a caller closed a stream, as cron jobs may: write to nowhere, read nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (open to the end)
+
+
 def main() -> None:
     """Run the command line; every failure ends in one line of cause and one of what to do."""
     warnings.filterwarnings("ignore")  # of libraries, for developers
@@ -58,8 +68,10 @@ def main() -> None:
 
     def interrupt(number: int, _: object) -> None:
         interrupts.append(number)
-        raise _Interrupted
+        if len(interrupts) == 1:  # a second one would cut short what the first one cleans up
+            raise _Interrupted
 
+    _open_standard_streams()
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         app()

@@ -1,18 +1,17 @@
 """mreader restore."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mreader.cli.console import err, print_json, progress
-from mreader.cli.options import AugmentedPath, Json, Quiet, Verbose, verbosity
+from mreader.cli.options import Json, Quiet, Verbose, verbosity
 from mreader.restore import restore
 
 
 def restore_command(
-    path: AugmentedPath,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write the source checkpoint into.")],
+    path: Annotated[str, typer.Argument(metavar="OUT", help="Folder of an augmented checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write the source checkpoint into.")],
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -5,7 +5,7 @@ E experts, K routed experts of a token, H hidden size, I channels of one expert.
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -26,6 +26,18 @@ _DEFAULT_KEYS: dict[str, list[str]] = {
     "num_layers": ["num_hidden_layers"],
 }
 _WEIGHT_DTYPES = ("BF16", "F16", "F32")
+# How quantized weights are told that config.json does not announce. The first that fits names the method: ends of the
+# names of the experts' tensors that only one method has, files beside the weights, then what several methods have.
+_QUANTIZED_NAMES = (
+    *((".g_idx", "gptq"), ("_blocks", "mxfp4"), ("_scale_inv", "fp8")),
+    *((".weight_scale_2", "nvfp4"), (".weight_global_scale", "nvfp4"), (".weight_packed", "compressed-tensors")),
+    *((".absmax", "bitsandbytes"), (".SCB", "bitsandbytes"), ("__nf4", "bitsandbytes"), ("__fp4", "bitsandbytes")),
+)
+_QUANTIZED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_QUANTIZED_DTYPES = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), "fp8"),
+    **dict.fromkeys(("I8", "U8"), "int8"),
+}
 
 
 @dataclass(frozen=True)
@@ -107,15 +119,22 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
     text = text_config(config)
     tensors = checkpoint.tensors
     prefix = _fitting_prefix(entry["experts"], tensors)
+    grouped = {} if prefix is None else _by_layer(prefix, tensors)
+    _refuse_unannounced([named for layer in grouped.values() for named in layer.values()], checkpoint.files)
     if prefix is None:
         raise _no_experts(config, entry, text)
-    grouped = _by_layer(prefix, tensors)
-    _compare_layers(sorted(grouped), _routed_layers(entry, text))
+    _compare_layers(grouped, entry, text)
+    routed, activation = routing(config)
+    if routed > _count(entry, text, "num_experts"):
+        raise SourceError(
+            f"config.json routes a token to {routed} experts of {_count(entry, text, 'num_experts')}",
+            "take the config.json that belongs to the weights",
+        )
     layers = tuple(
         _layer(entry, text, prefix.format(layer=number), number, ordinal, grouped[number])
         for ordinal, number in enumerate(sorted(grouped))
     )
-    return Architecture(config["model_type"], layers, *routing(config))
+    return Architecture(config["model_type"], layers, routed, activation)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -127,7 +146,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def routing(config: Mapping[str, Any]) -> tuple[int, str]:
     """(K, name of the activation) of a parsed config.json."""
     entry, text = _entry(config), text_config(config)
-    return _count(entry, text, "num_routed"), str(_config_value(entry, text, "activation"))
+    routed, activation = _count(entry, text, "num_routed"), _config_value(entry, text, "activation")
+    if not isinstance(activation, str):
+        raise _wrong("activation", activation, "name of one")
+    return routed, activation
 
 
 def _entry(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,11 +191,14 @@ def _count(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> int:
     """A size that config.json gives; SourceError where it is missing or no positive number."""
     value = _config_value(entry, text, what)
     if type(value) is not int or value < 1:
-        raise SourceError(
-            f"config.json says {value!r} for {what}, which is no size",
-            "take the config.json that belongs to the weights",
-        )
+        raise _wrong(what, value, "size")
     return value
+
+
+def _wrong(what: str, value: Any, kind: str) -> SourceError:
+    return SourceError(
+        f"config.json says {value!r} for {what}, which is no {kind}", "take the config.json that belongs to the weights"
+    )
 
 
 def _refuse_quantized(config: Mapping[str, Any]) -> None:
@@ -185,9 +210,35 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
         method = str(named or "unknown").lower()
         if method == "mreader":
             raise UnsupportedError("this checkpoint is augmented already", "`mreader restore` gives its source back")
-        raise UnsupportedError(
-            f"the weights are quantized ({method}), which is not supported yet", "convert the BF16 checkpoint instead"
-        )
+        raise _quantized(method)
+
+
+def _quantized(method: str, because: str = "") -> UnsupportedError:
+    return UnsupportedError(
+        f"the weights are quantized ({method}), which is not supported yet{because}",
+        "convert the BF16 checkpoint instead",
+    )
+
+
+def _refuse_unannounced(experts: Sequence[tuple[str, TensorSpec]], files: Collection[str]) -> None:
+    """UnsupportedError where the experts' tensors (name, spec) or a file tell of a quantization that config.json does
+    not: judged by names and shapes alone, such a checkpoint would pass for an incomplete one.
+    """
+    for end, method in _QUANTIZED_NAMES:
+        if named := next((name for name, _ in experts if name.endswith(end)), None):
+            raise _quantized(method, f": there is {named}")
+    for file, method in _QUANTIZED_FILES.items():
+        if file in files:
+            raise _quantized(method, f": there is {file}")
+    if "hf_quant_config.json" in files:  # of either; the packed nibbles are U8
+        dtypes = {spec.dtype for _, spec in experts}
+        method = "fp8" if "F8_E4M3" in dtypes and "U8" not in dtypes else "nvfp4"
+        raise _quantized(method, ": there is hf_quant_config.json")
+    for name, spec in experts:
+        if name.endswith((".qweight", ".qzeros")):
+            raise _quantized("gptq or awq", f": there is {name}")
+        if spec.dtype in _QUANTIZED_DTYPES:
+            raise _quantized(_QUANTIZED_DTYPES[spec.dtype], f": {name} is stored as {spec.dtype}")
 
 
 def _fitting_prefix(prefixes: Sequence[str], tensors: Mapping[str, TensorSpec]) -> str | None:
@@ -204,26 +255,42 @@ def _by_layer(prefix: str, tensors: Mapping[str, TensorSpec]) -> dict[int, dict[
     return grouped
 
 
-def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> set[int]:
-    """The layers with routed experts by config.json: these keys mean the same in every architecture that has them."""
+def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[range, frozenset[int]]:
+    """The layers with routed experts by config.json: those of the range that are not in the set.
+
+    These keys mean the same in every architecture that has them. A range, as a wrong number of layers may be any.
+    """
     layers = _count(entry, text, "num_layers")
-    step, first = text.get("decoder_sparse_step") or 1, text.get("first_k_dense_replace") or 0
-    dense = set(text.get("mlp_only_layers") or ())
-    return {i for i in range(layers) if i not in dense and (i + 1) % step == 0 and i >= first}
+    step, first = (text.get(key) or none for key, none in (("decoder_sparse_step", 1), ("first_k_dense_replace", 0)))
+    dense = text.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1:
+        raise _wrong("decoder_sparse_step", step, "number of layers")
+    if type(first) is not int or first < 0:
+        raise _wrong("first_k_dense_replace", first, "number of layers")
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise _wrong("mlp_only_layers", dense, "list of layers")
+    return range(step - 1 + -(-max(first - step + 1, 0) // step) * step, layers, step), frozenset(dense)
 
 
 def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
     counts = [text.get(key) for key in _DEFAULT_KEYS["num_experts"]]
-    if text.get("enable_moe_block") is False or not any(counts) or not _routed_layers(entry, text):
+    if text.get("enable_moe_block") is False or not any(counts):
+        return _dense(config["model_type"])
+    numbers, dense = _routed_layers(entry, text)
+    if all(number in dense for number in numbers):  # ends at the first that is not
         return _dense(config["model_type"])
     return SourceError(f"no tensor is named {entry['experts'][0]}...", "download it again, or see CONTRIBUTING.md")
 
 
-def _compare_layers(found: Sequence[int], expected: set[int]) -> None:
-    for number in sorted(expected.symmetric_difference(found)):
-        what = "has no routed experts, config.json" if number in expected else "has routed experts, config.json"
+def _compare_layers(found: Collection[int], entry: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    numbers, dense = _routed_layers(entry, text)
+    missing = next((number for number in numbers if number not in dense and number not in found), None)
+    surplus = min((number for number in found if number not in numbers or number in dense), default=None)
+    for number in sorted(number for number in (missing, surplus) if number is not None):
+        what = "has no routed experts" if number == missing else "has routed experts"
         raise SourceError(
-            f"layer {number} {what} says otherwise", "take config.json and weights from the same checkpoint"
+            f"layer {number} {what}, config.json says otherwise",
+            "take config.json and weights from the same checkpoint",
         )
 
 
@@ -237,8 +304,8 @@ def _layer(
 ) -> RoutedLayer:
     experts, channels, hidden = (_count(entry, text, what) for what in ("num_experts", "channels", "hidden_size"))
     layout = _layout(entry["layouts"], tensors)
-    expected = _expected(layout, experts, channels, hidden)
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in _expected(layout, experts, channels, hidden):
         if name not in tensors:
             raise SourceError(f"{prefix}.{name} is missing", "download the checkpoint again")
         if tensors[name][1].shape != shape:
@@ -246,6 +313,7 @@ def _layer(
                 f"{tensors[name][0]} has shape {list(tensors[name][1].shape)}, config.json says {list(shape)}",
                 "take config.json and weights from the same checkpoint",
             )
+        expected.add(name)
     for name, (whole, spec) in tensors.items():
         if name not in expected:
             raise SourceError(
@@ -273,15 +341,18 @@ def _layout(names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]])
     return layouts[max(names, key=lambda name: fit[name])]
 
 
-def _expected(layout: Mapping[str, str], experts: int, channels: int, hidden: int) -> dict[str, tuple[int, ...]]:
+def _expected(
+    layout: Mapping[str, str], experts: int, channels: int, hidden: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the tensors of a layer; one by one, as a wrong number of experts may be any."""
     gate_up, down = (channels, hidden), (hidden, channels)
     if "gate_up" in layout:
-        return {layout["gate_up"]: (experts, 2 * channels, hidden), layout["down"]: (experts, *down)}
-    return {
-        layout[part].format(expert=e): shape
-        for e in range(experts)
-        for part, shape in (("gate", gate_up), ("up", gate_up), ("down", down))
-    }
+        yield layout["gate_up"], (experts, 2 * channels, hidden)
+        yield layout["down"], (experts, *down)
+        return
+    for e in range(experts):
+        for part, shape in (("gate", gate_up), ("up", gate_up), ("down", down)):
+            yield layout[part].format(expert=e), shape
 
 
 def _matrices(

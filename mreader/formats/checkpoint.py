@@ -13,7 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mreader.errors import SourceError, UnsupportedError
-from mreader.formats.safetensors_file import LFS_POINTER, Header, TensorSpec, lfs_pointer, parse_header, read_header
+from mreader.formats.safetensors_file import (
+    LFS_POINTER,
+    LONE_SURROGATE,
+    Header,
+    TensorSpec,
+    lfs_pointer,
+    parse_header,
+    read_header,
+)
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -30,6 +38,7 @@ _OF_TOOLS = (".git", ".gitattributes", ".gitignore", ".cache", ".mreader", "__py
 _ONE_OF_MANY = re.compile(r"-\d+-of-0*([2-9]|[1-9]\d+)\.safetensors")
 _UNWRITABLE = ("Cc", "Cs")  # control characters, and what is no UTF-8: nobody could type or read them
 _LARGEST_POINTER = 1024  # bytes, by the Git-LFS specification
+_DEEPEST_JSON = 100  # objects and lists in one another: far more than any config has, and what json can write again
 
 
 @dataclass(frozen=True)
@@ -228,11 +237,29 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
         raise lfs_pointer(name)
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
         raise SourceError(f"{name} does not hold a JSON object", "download the file again")
+    _refuse_unwritable(name, value)
     return value
+
+
+def _refuse_unwritable(name: str, value: dict[str, Any]) -> None:
+    """SourceError for JSON that can be read and not written again: an augmented config.json holds its source's."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST_JSON):
+        if any(isinstance(part, str) and LONE_SURROGATE.search(part) for part in level):
+            raise SourceError(f"{name} holds half of a surrogate pair, which is not Unicode text", "correct its text")
+        level = [inner for part in level for inner in _inside(part)]
+    if level:
+        raise SourceError(f"{name} is nested more than {_DEEPEST_JSON} levels deep", "download the file again")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []
 
 
 def _index_map(text: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +39,9 @@ TORCH_DTYPES = {
 }
 LFS_POINTER = b"version https://git-lfs"  # how the text begins that Git LFS leaves in place of a file
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can spell it as an escape, UTF-8 cannot
 _LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
+_MOST_AXES = 64
 _WRITEBACK = 1 << 26  # bytes
 _ALIGNMENT = 64  # bytes: a cache line, and twice what a row of sketch codes needs
 
@@ -104,11 +107,13 @@ def parse_header(text: bytes, size: int, name: str) -> Header:
     """
     try:
         entries = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has no valid safetensors header: {error}", "download the file again") from error
     if not isinstance(entries, dict):
         raise SourceError(f"{name} has no valid safetensors header: not a JSON object", "download the file again")
     metadata = _metadata(entries.pop("__metadata__", {}), name)
+    if LONE_SURROGATE.search("".join([*entries, *metadata, *metadata.values()])):
+        raise SourceError(f"{name} has a header with names that are not Unicode text", "download the file again")
     position, tensors = 0, {}
     for key, begin, end, spec in sorted((_entry(k, v, name) for k, v in entries.items()), key=lambda e: (e[1], e[2])):
         if begin != position or end - begin != spec.nbytes:
@@ -145,7 +150,8 @@ def _entry(key: str, value: Any, name: str) -> tuple[str, int, int, TensorSpec]:
     try:
         begin, end = value["data_offsets"]
         dtype, shape = value["dtype"], tuple(value["shape"])
-        whole = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+        whole = isinstance(dtype, str) and len(shape) <= _MOST_AXES
+        whole = whole and all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole:
