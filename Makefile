@@ -16,6 +16,8 @@ MODEL := examples/olmoe-tiny
 OUT := build/olmoe-tiny
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 MREADER := $(VENV)/bin/mreader
+# By path: from the folder above, the clone would otherwise pass for a namespace package of the same name.
+EDITABLE := --config-settings editable_mode=compat
 OLDEST := transformers==5.17.* huggingface_hub==1.33.*
 
 is_new = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
@@ -77,11 +79,11 @@ $(VENV)/bin/python:
 # In one command with torch, so that nothing else brings a torch of its choice.
 $(PROJECT): pyproject.toml | $(VENV)/bin/python
 	@echo 'Installing into $(VENV): torch is large, so this takes a while on a slow network.'
-	$(PIP) install --editable . '$(TORCH)' $(foreach r,$(WITH),'$(r)')
+	$(PIP) install $(EDITABLE) --editable . '$(TORCH)' $(foreach r,$(WITH),'$(r)')
 	@rm -f $(VENV)/.project-* $(VENV)/.dev-*
 	@touch $@
 
 $(DEV): $(PROJECT)
-	$(PIP) install --editable '.[dev]' '$(TORCH)' $(foreach r,$(WITH),'$(r)')
+	$(PIP) install $(EDITABLE) --editable '.[dev]' '$(TORCH)' $(foreach r,$(WITH),'$(r)')
 	@rm -f $(VENV)/.dev-*
 	@touch $@

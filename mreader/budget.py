@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mreader.errors import UsageError
+from mreader.formats.augmented import FormatOptions
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.score import get_score
 from mreader.reader import ReadSettings
@@ -105,6 +106,11 @@ class Budget:
     coordinates: int
     score: str
     rank: int
+
+    @classmethod
+    def of(cls, options: FormatOptions) -> "Budget":
+        """The default of a checkpoint."""
+        return cls(options.channels, None, options.coordinates, options.score, options.rank)
 
     def change(
         self,

@@ -80,7 +80,7 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
     windows: (N, T) int64 - token ids; the first token of a window has no context but itself
     """
     progress = progress or Progress()
-    progress.begin("evaluating", windows.numel())
+    progress.begin("evaluating", windows.numel(), "tokens")
     vocabulary = model.get_input_embeddings().num_embeddings
     if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
         raise UsageError(

@@ -266,7 +266,7 @@ def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: 
     for module in experts:
         module.mreader_activation = get_activation(activation)
     shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size)
-    budget = Budget(options.channels, None, options.coordinates, options.score, options.rank)
+    budget = Budget.of(options)
     return Runtime(shape, len(experts), budget, budget.resolve(shape))
 
 

@@ -13,10 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.progress import (
     Progress as Bar,
@@ -45,16 +43,19 @@ class BarProgress(Progress):
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
-        self._task = bar.add_task("", total=None, layer="")
+        self._task = bar.add_task("", total=None, layer="", amount="")
+        self._done, self._total, self._unit = 0, 0, "bytes"
 
-    def begin(self, what: str, total: int) -> None:
-        self._bar.reset(self._task, description=what, total=total, layer="")
+    def begin(self, what: str, total: int, unit: str = "bytes") -> None:
+        self._done, self._total, self._unit = 0, total, unit
+        self._bar.reset(self._task, description=what, total=total, layer="", amount=amount(0, total, unit))
 
     def layer(self, number: int, layers: int) -> None:
         self._bar.update(self._task, layer=f"layer {number}/{layers}")
 
-    def advance(self, nbytes: int) -> None:
-        self._bar.advance(self._task, nbytes)
+    def advance(self, amount_done: int) -> None:
+        self._done += amount_done
+        self._bar.update(self._task, advance=amount_done, amount=amount(self._done, self._total, self._unit))
 
     def note(self, text: str) -> None:
         self._bar.console.print(escape(text))
@@ -66,9 +67,9 @@ class PlainProgress(Progress):
     def __init__(self, verbosity: Verbosity) -> None:
         self._verbosity = verbosity
 
-    def begin(self, what: str, total: int) -> None:
+    def begin(self, what: str, total: int, unit: str = "bytes") -> None:
         if self._verbosity >= Verbosity.VERBOSE:
-            err.print(f"{escape(what)}: {size(total)}")
+            err.print(f"{escape(what)}: {size(total) if unit == 'bytes' else f'{total:,} {unit}'}")
 
     def layer(self, number: int, layers: int) -> None:
         if self._verbosity >= Verbosity.VERBOSE:
@@ -89,8 +90,7 @@ def progress(verbosity: Verbosity) -> Iterator[Progress]:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            TextColumn("{task.fields[amount]}"),
             TextColumn("{task.fields[layer]}"),
             TimeRemainingColumn(),
         )
@@ -130,6 +130,11 @@ def size(nbytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """The number and its noun: 1 file, 2 files."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def amount(done: int, total: int, unit: str) -> str:
+    """How much of a task is done, in bytes as people read them, or in another unit."""
+    return f"{size(done)} of {size(total)}" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
 
 
 def percent(fraction: float) -> str:

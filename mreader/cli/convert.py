@@ -92,12 +92,13 @@ def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
     if json:
         print_json({**facts, **({} if seconds is None else {"seconds": seconds})})
         return
+    weights = sum(shard.nbytes for shard in plan.shards)
     rows = {
         "model": f"{plan.architecture.model_type}, {counted(len(layers), 'layer')} of {layers[0].experts} experts "
         f"({layers[0].hidden} x {layers[0].channels}, {layers[0].dtype})",
         "source": f"{size(plan.source.nbytes)} in {counted(len(plan.source.headers), 'file')}",
-        "augmented": f"{size(plan.nbytes)} in {counted(len(plan.shards), 'shard')} "
-        f"(+{percent(plan.added_bytes / plan.source.nbytes)})",
+        "augmented": f"{size(weights)} in {counted(len(plan.shards), 'shard')} "
+        f"(+{percent(plan.added_bytes / plan.source.nbytes)}), up to {size(plan.nbytes)} with all other files",
         "memory": f"up to {size(plan.memory)}",
         "free disk": size(free_bytes(out)),
     }

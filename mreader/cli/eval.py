@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mreader.cli.console import key_values, out, percent, print_json, progress
-from mreader.cli.model import load_model
+from mreader.cli.model import BudgetOptions, load_model
 from mreader.cli.options import (
     AugmentedPath,
     Channels,
@@ -44,13 +44,15 @@ def eval_command(
 ) -> None:
     """Compare the reader with the dense model, every token of every window through both."""
     from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
-    from mreader.runtime import set_budget
 
     if (tokens is None) == (text is None):
         raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
-    model, tokenizer = load_model(path, dtype, device)
-    set_budget(model, channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
-    ids = read_tokens(tokens) if tokens is not None else read_text(text or Path(), tokenizer)
+    given = read_tokens(tokens) if tokens is not None else None
+    if text is not None and not text.exists():
+        raise UsageError(f"{text} does not exist", "name a text file, or a folder of .py, .txt or .md files")
+    budget = BudgetOptions(channels, reads, coordinates, score, rank)
+    model, tokenizer = load_model(path, budget, dtype, device)
+    ids = given if given is not None else read_text(text or Path(), tokenizer)
     with progress(verbosity(quiet, verbose)) as bar:
         evaluation = evaluate(model, cut_windows(ids, windows, length), bar)
     if json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mreader.cli.console import err, key_values, percent, print_json, size
-from mreader.cli.model import load_model
+from mreader.cli.model import BudgetOptions, load_model
 from mreader.cli.options import (
     AugmentedPath,
     Channels,
@@ -19,6 +19,7 @@ from mreader.cli.options import (
     ReadsBudget,
     Score,
 )
+from mreader.errors import UsageError
 
 if TYPE_CHECKING:
     from mreader.generate import Generation
@@ -43,14 +44,15 @@ def generate_command(
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how fast it was and what it read.")] = False,
     json: Json = False,
 ) -> None:
-    """Continue a prompt, reading only the channels that matter."""
+    """Continue a prompt, reading only the channels that matter; prints what follows the prompt."""
     from mreader.generate import Sampling, encode_prompt, generate
-    from mreader.runtime import set_budget
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     text = prompt if prompt is not None else sys.stdin.read()
-    model, tokenizer = load_model(path, dtype, device)
-    set_budget(model, channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
+    if not text:
+        raise UsageError("the prompt is empty", "give --prompt some text, or pipe it in")
+    budget = BudgetOptions(channels, reads, coordinates, score, rank)
+    model, tokenizer = load_model(path, budget, dtype, device)
     ids = encode_prompt(tokenizer, text, chat)
     emit = (lambda piece: None) if json else _write
     generation = generate(model, tokenizer, ids, sampling, mode="never" if dense else "decode", emit=emit)

@@ -34,8 +34,10 @@ def _print_inspection(path: Path, found: Inspection) -> None:
                 f"seed {options['seed']}",
                 "size": f"{size(total)}: " + ", ".join(f"{kind} {size(n)}" for kind, n in found.bytes.items()),
                 "added": percent(found.added),
+                "default": f"channels {options['channels']:g}, coordinates {options['coordinates']}, "
+                f"score {options['score']} (marked * below)",
                 "recovery map": f"keeps {percent(found.energy)} of the down weights' energy",
-                "sketch": f"mean squared error {percent(found.sketch_error)} of the weights'",
+                "sketch": f"loses {percent(found.sketch_error)} of the gate and up weights' energy",
             }
         )
     )
@@ -43,7 +45,7 @@ def _print_inspection(path: Path, found: Inspection) -> None:
     for line in found.budgets:
         default = (line.channels, line.coordinates) == (options["channels"], options["coordinates"])
         table.add_row(
-            f"{line.channels:g}",
+            f"{line.channels:g}{'*' if default else ''}",
             str(line.coordinates),
             f"{line.k} of {line.candidates}",
             *(percent(part) for part in (line.sketch, line.exact, line.recovery, line.reads)),

@@ -1,11 +1,15 @@
 """Loading model and tokenizer for the commands that run one."""
 
 import logging
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mreader.budget import Budget
+from mreader.device import pick_device
 from mreader.errors import SourceError, UsageError
 from mreader.formats.augmented import open_augmented
+from mreader.inspection import block_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,20 +17,40 @@ if TYPE_CHECKING:
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def load_model(path: Path, dtype: str, device: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model in an augmented checkpoint's folder and its tokenizer; what is wrong with the folder is said first."""
+@dataclass(frozen=True)
+class BudgetOptions:
+    """The budget as the command line gives it; None is the checkpoint's default."""
+
+    channels: float | None
+    reads: float | None
+    coordinates: int | None
+    score: str | None
+    rank: int | None
+
+
+def load_model(
+    path: Path, budget: BudgetOptions, dtype: str, device: str
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model in an augmented checkpoint's folder, under `budget`, and its tokenizer.
+
+    What is wrong with the options or the folder is said before anything large is loaded.
+    """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype}", f"choose one of {', '.join(_DTYPES)}")
-    open_augmented(path)
+    pick_device(device)
+    augmented = open_augmented(path)
+    default = Budget.of(augmented.options)
+    default.change(**asdict(budget)).resolve(block_shape(augmented))
 
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from mreader.runtime import load
+    from mreader.runtime import load, set_budget
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()  # one bar is enough
     model = load(path, dtype=dtype, device=device)
+    set_budget(model, **asdict(budget))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

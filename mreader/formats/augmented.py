@@ -161,7 +161,7 @@ def is_augmented(folder: Path) -> bool:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return bool(config["quantization_config"]["quant_method"] == METHOD)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -225,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise SourceError(
             f"{path.name} is missing", "download the checkpoint again, or convert the source again"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path.name} cannot be read: {error}", "download the checkpoint again") from error
     if not isinstance(value, dict):
         raise SourceError(f"{path.name} does not hold a JSON object", "download the checkpoint again")
