@@ -23,7 +23,10 @@ from sources import INDEX, all_tensors, copied, edit_json, make_source, read_jso
 import mreader as mreader_package
 from mreader import FormatOptions, convert
 from mreader.convert import plan_conversion
+from mreader.errors import SourceError
 from mreader.hashing import BackgroundHashes
+from mreader.output import claimed
+from mreader.progress import Progress
 
 PARTS = {
     "gate_up_proj": (torch.bfloat16, (6, 2, 80, 192)),
@@ -351,6 +354,56 @@ def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert (facts["layers"], facts["experts"], facts["channels"], facts["hidden"]) == (3, 6, 80, 192)
     assert facts["bytes"] > sum(facts["shards"].values()) > facts["source_bytes"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_empty_names(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    """As of an unset shell variable. They do not mean the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([source, ""], ["", tmp_path / "out"]):
+        ran = mreader("convert", *arguments, *options)
+        assert "empty name" in ran.cause
+        assert ran.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_where_nothing_can_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mreader.output.os.access", lambda *_: False)
+    ran = mreader("convert", source, tmp_path / "not" / "there", "--dry-run")
+    assert f"{tmp_path}: Permission denied" in ran.cause
+    assert ran.code == 1
+
+
+def test_no_lock_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is full: nothing is left behind."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mreader.output.Path.open", full)
+    with pytest.raises(OSError, match="No space"), claimed(tmp_path / "new" / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("changed", ["model-00001-of-00006.safetensors", "model-00006-of-00006.safetensors"])
+def test_source_that_changes_meanwhile(source: Path, tmp_path: Path, changed: str) -> None:
+    """Even where its size stays: half of what is converted would be of one state, half of another."""
+    folder = copied(source, tmp_path / "source")
+
+    class Changing(Progress):
+        def layer(self, number: int, layers: int) -> None:
+            if number == 2:
+                with (folder / changed).open("r+b") as file:
+                    file.seek(-2, os.SEEK_END)
+                    file.write(b"\x01\x02")
+
+    out = tmp_path / "out"
+    with pytest.raises(SourceError, match=f"{changed} changed while it was converted"):
+        convert(folder, out, device="cpu", max_shard_bytes=10**9, progress=Changing())
+    journal = (out / ".mreader" / "journal.jsonl").read_text(encoding="utf-8")
+    assert len(journal.splitlines()) == 1
+    assert not {*RECORDS, INDEX} & {path.name for path in out.iterdir()}
 
 
 def test_output_for_people_goes_to_stderr(source: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from commands import contents, mreader
 from sources import copied, edit_json, make_source, shards
 
 from mreader.convert import convert
+from mreader.output import locked
 
 USAGE, SOURCE, SPACE, VERIFY = 2, 3, 4, 5
 
@@ -58,7 +60,10 @@ def test_json(augmented: Path, tmp_path: Path) -> None:
 
 def test_what_was_restored_can_be_converted_again(augmented: Path, tmp_path: Path) -> None:
     assert mreader("restore", augmented, tmp_path / "back").code == 0
-    assert mreader("convert", tmp_path / "back", tmp_path / "out", "--max-shard-size", "700KB").code == 0
+    assert (
+        mreader("convert", tmp_path / "back", tmp_path / "out", "--max-shard-size", "700KB", "--device", "cpu").code
+        == 0
+    )
     assert contents(tmp_path / "out") == contents(augmented)
 
 
@@ -173,6 +178,55 @@ def test_destination_on_a_small_disk(augmented: Path, tmp_path: Path, monkeypatc
     assert ran.code == SPACE
     assert str(tmp_path / "back") in ran.cause
     assert not (tmp_path / "back").exists()
+
+
+def test_two_restores_into_one_folder(augmented: Path, tmp_path: Path) -> None:
+    """The second is refused, and touches nothing that the first has written."""
+    back = tmp_path / "back"
+    with locked(back / ".mreader-restore", "restore") as new:
+        assert new
+        (back / "config.json").write_text("of the first")
+        before = contents(back)
+        ran = mreader("restore", augmented, back)
+        assert "another restore" in ran.cause
+        assert ran.code == USAGE
+        assert contents(back) == before
+
+
+def test_a_restore_that_begins_as_another_ends(
+    augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the folder empty, and finds it full when it has the lock."""
+    back = tmp_path / "back"
+    assert mreader("restore", augmented, back).code == 0
+    before = contents(back)
+    monkeypatch.setattr(importlib.import_module("mreader.restore"), "_refuse_used", lambda _: None)
+    ran = mreader("restore", augmented, back)
+    assert "is not empty" in ran.cause
+    assert ran.code == USAGE
+    assert contents(back) == before
+
+
+def test_what_an_interrupted_restore_left_counts_as_room(
+    source: Path, augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = copied(source, tmp_path / "back")
+    (back / ".mreader-restore").mkdir()
+    (back / ".mreader-restore" / "lock").touch()
+    monkeypatch.setattr("mreader.output.free_bytes", lambda _: 0)
+    assert mreader("restore", augmented, back).code == 0
+    check_restored(back, source)
+    assert mreader("restore", augmented, tmp_path / "new").code == SPACE
+
+
+def test_empty_names(augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an unset shell variable. They do not mean the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([augmented, ""], ["", tmp_path / "back"]):
+        ran = mreader("restore", *arguments)
+        assert "empty name" in ran.cause
+        assert ran.code == USAGE
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_not_an_augmented_checkpoint(source: Path, tmp_path: Path) -> None:

@@ -348,6 +348,20 @@ def test_complete_conversion_is_left_alone(source: Path, whole: Path, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_complete_conversion_on_a_read_only_disk(
+    source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written, not even a lock."""
+    out = copied(whole, tmp_path / "out")
+    before = out.stat().st_mtime_ns
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    ran = mreader("convert", source, out, *FULL[:-1])
+    assert "is complete already" in ran.err
+    assert ran.code == 0
+    assert out.stat().st_mtime_ns == before
+    assert contents(out) == contents(whole)
+
+
 @pytest.mark.parametrize("name", ["model-00003", "config.json", "tokenizer.json", "mreader_source.json"])
 def test_complete_conversion_that_was_damaged_is_mended(source: Path, whole: Path, tmp_path: Path, name: str) -> None:
     out = copied(whole, tmp_path / "out")
