@@ -282,7 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault and fault.after_work:
             self._drop()
             return
-        self.hub.seen.append(Seen(self.command, self.path, answer.status))
+        if self.path != "/api/agent-harnesses":  # some clients ask first which agent runs them: no part of the protocol
+            self.hub.seen.append(Seen(self.command, self.path, answer.status))
         self._send(answer, fault.cut_after if fault else None)
 
     def _receive(self, size: int) -> bytes:

@@ -550,7 +550,7 @@ def test_file_that_may_not_grow_leaves_what_can_be_resumed(source: Path, tmp_pat
     names = {path.name for path in out.iterdir()}
     assert not names & {"config.json", INDEX, "mreader_manifest.json", "mreader_source.json"}
     assert not list((out / ".mreader").glob("*.part"))
-    assert mreader("convert", source, out, "--max-shard-size", "200000", "-q").code == 0
+    assert mreader("convert", source, out, "--max-shard-size", "200000", "--device", "cpu", "-q").code == 0
     assert mreader("verify", out, "--source", source).code == 0
 
 
