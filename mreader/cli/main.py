@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from mreader.cli.bench import bench_app
 from mreader.cli.console import fail, stop
 from mreader.cli.convert import convert_command
 from mreader.cli.eval import eval_command
@@ -17,6 +18,7 @@ from mreader.cli.generate import generate_command
 from mreader.cli.inspect import inspect_command
 from mreader.cli.push import push_command
 from mreader.cli.restore import restore_command
+from mreader.cli.tune import tune_command
 from mreader.cli.verify import verify_command
 
 app = typer.Typer(
@@ -33,6 +35,8 @@ app.command("restore")(restore_command)
 app.command("generate")(generate_command)
 app.command("eval")(eval_command)
 app.command("push-to-hub")(push_command)
+app.add_typer(bench_app, name="bench")
+app.command("tune")(tune_command)
 
 
 def _show_version(wanted: bool) -> None:

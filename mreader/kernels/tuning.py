@@ -63,7 +63,8 @@ class Measured:
             batch: {**other.batches.get(batch, {}), **self.batches.get(batch, {})}
             for batch in sorted({*other.batches, *self.batches})
         }
-        return replace(self, sparse_up_to=self.sparse_up_to or other.sparse_up_to, batches=batches)
+        sparse_up_to = other.sparse_up_to if self.sparse_up_to is None else self.sparse_up_to
+        return replace(self, sparse_up_to=sparse_up_to, batches=batches)
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Tuning:
     measured: tuple[Measured, ...]
 
     def parameters(self, kernel: str, device: str, shape: LayerShape, batch: int) -> Parameters:
-        """The kernel's parameters; KeyError for a kernel without a default."""
-        default = self.default[kernel]
+        """The kernel's parameters; none where there is neither an entry nor a default, and the kernel decides."""
+        default = self.default.get(kernel, {})
         known = [m for m in self._of(device) if any(kernel in kernels for kernels in m.batches.values())]
         if not known:
             return dict(default)
@@ -106,7 +107,7 @@ class Tuning:
 
 
 def configuration(kernel: str, device_name: str, shape: LayerShape, batch: int) -> Parameters:
-    """The launch parameters of a kernel.
+    """The launch parameters of a kernel: those of its default, or more; what is left out, the kernel decides.
 
     kernel:      "rotate", "screen", ...
     device_name: of the GPU; see `device_name`

@@ -1,0 +1,230 @@
+"""mreader bench. What runs on the GPU is imported by the commands: it takes seconds."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
+from mreader.cli.model import BudgetOptions
+from mreader.cli.options import Channels, Coordinates, Json, Quiet, Rank, ReadsBudget, Score, Verbose, verbosity
+from mreader.errors import UsageError
+
+if TYPE_CHECKING:
+    from mreader.bench.block import BlockBench
+    from mreader.bench.model import ModelBench
+    from mreader.bench.reads import ReadsRow
+    from mreader.bench.target import Target
+    from mreader.budget import Budget
+
+Shape = Annotated[
+    str | None,
+    typer.Option(help="Random weights in a known shape: qwen3-30b-a3b (the default), olmoe, gemma4-26b, qwen3.5-35b."),
+]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(metavar="OUT", help="The layers of an augmented checkpoint instead.")
+]
+Batch = Annotated[str | None, typer.Option(help="Numbers of tokens, like 1,2,4.")]
+Codes = Annotated[str | None, typer.Option(help="Code of random weights: ternary or quaternary.")]
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure on a GPU: the decode block, a whole model, DRAM reads.")
+
+
+@bench_app.command("block")
+def block_command(
+    shape: Shape = None,
+    checkpoint: CheckpointOption = None,
+    batch: Batch = None,
+    channels: Channels = None,
+    reads: ReadsBudget = None,
+    coordinates: Coordinates = None,
+    score: Score = None,
+    rank: Rank = None,
+    codes: Codes = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file as well, like bench.png.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Time the sparse decode block beside dense ones: ours, transformers', and vLLM's where it is installed."""
+    from mreader.bench.block import BATCHES, bench_block
+    from mreader.bench.plot import plot_block, require_matplotlib
+    from mreader.bench.target import find_target
+
+    batches = parse_batches(batch, BATCHES)
+    target = find_target(shape, checkpoint, codes, rank)
+    budget = resolvable_budget(target, BudgetOptions(channels, reads, coordinates, score, rank))
+    if plot is not None:
+        require_matplotlib()
+    with progress(verbosity(quiet, verbose)) as bar:
+        bench = bench_block(target, budget, batches, bar)
+    if plot is not None:
+        plot_block(bench, plot)
+    if json:
+        print_json(bench.as_json())
+    else:
+        _print_block(bench)
+
+
+@bench_app.command("model")
+def model_command(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder of an augmented checkpoint; or give a --shape.")
+    ] = None,
+    shape: Shape = None,
+    batch: Batch = None,
+    channels: Channels = None,
+    reads: ReadsBudget = None,
+    coordinates: Coordinates = None,
+    score: Score = None,
+    rank: Rank = None,
+    codes: Codes = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Time the captured decode step of a whole model, dense and sparse."""
+    from mreader.bench.model import BATCHES, bench_model, random_model
+    from mreader.bench.target import find_target
+    from mreader.bench.timing import require_cuda
+
+    batches = parse_batches(batch, BATCHES)
+    target = find_target(shape, path, codes, rank)
+    budget = resolvable_budget(target, BudgetOptions(channels, reads, coordinates, score, rank))
+    require_cuda()
+    from mreader.runtime import load, set_budget
+
+    with progress(verbosity(quiet, verbose)) as bar:
+        if target.model is None:
+            model = load(path or Path(), device="cuda")
+        else:
+            model = random_model(target.model, target.options, bar)
+        set_budget(model, **asdict(budget))
+        bench = bench_model(model, target.name, batches, bar)
+    if json:
+        print_json(bench.as_json())
+    else:
+        _print_model(bench)
+
+
+@bench_app.command("reads")
+def reads_command(
+    shape: Shape = None,
+    checkpoint: CheckpointOption = None,
+    batch: Batch = None,
+    channels: Channels = None,
+    reads: ReadsBudget = None,
+    coordinates: Coordinates = None,
+    score: Score = None,
+    rank: Rank = None,
+    codes: Codes = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare the bytes that the block reads from DRAM, by Nsight Compute, with those that are counted."""
+    from mreader.bench.reads import BATCHES, bench_reads
+    from mreader.bench.target import find_target
+
+    batches = parse_batches(batch, BATCHES)
+    target = find_target(shape, checkpoint, codes, rank)
+    budget = resolvable_budget(target, BudgetOptions(channels, reads, coordinates, score, rank))
+    with progress(verbosity(quiet, verbose)) as bar:
+        rows = bench_reads(target, budget, batches, bar)
+    if json:
+        print_json({"target": target.name, "rows": [{**vars(row), "ratio": row.ratio} for row in rows]})
+    else:
+        _print_reads(rows)
+
+
+def parse_batches(text: str | None, default: tuple[int, ...]) -> list[int]:
+    """The numbers in "1,2,4", ascending, each once. UsageError where it is not that."""
+    if text is None:
+        return list(default)
+    try:
+        batches = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise UsageError(f"batch is {text}", "give numbers of tokens, like 1,2,4") from error
+    if batches[0] < 1:
+        raise UsageError(f"batch is {text}", "a batch has at least one token")
+    return batches
+
+
+def resolvable_budget(target: "Target", given: BudgetOptions) -> "Budget":
+    """The budget given over the target's own, once it is known to mean something where a GPU lays out the sketch."""
+    from mreader.kernels.layout import GPU
+
+    budget = target.budget.change(**asdict(given))
+    budget.resolve(target.block_shape(GPU))
+    return budget
+
+
+def _print_block(bench: "BlockBench") -> None:
+    settings = bench.settings
+    out.print(
+        key_values(
+            {
+                "GPU": f"{bench.device}, copies at {bench.copy_bandwidth / 1e12:.2f} TB/s",
+                "block": f"{bench.target}, {bench.codes} codes; {bench.layers} layers in turn, {bench.calls} calls",
+                "budget": f"k = {settings.k} of {bench.candidates}, {settings.coordinates} coordinates, rank "
+                f"{settings.rank}, score {settings.score}: {percent(bench.reads)} of the dense reads",
+            }
+        )
+    )
+    if bench.cached:
+        err.print("the layers fit the L2 cache together: these times are not those of weights in DRAM")
+    peers = list(bench.rows[0].peers)
+    headings = [heading for peer in peers for heading in (f"{peer} us", "ratio")]
+    table = Table("batch", "us", *headings, "reads", "bytes", "TB/s", "floor us", "runtime", box=None)
+    for row in bench.rows:
+        times = []
+        for peer in peers:
+            time, ratio = row.peers[peer], row.ratios[peer]
+            times += ["-", "-"] if time is None or ratio is None else [f"{time:.1f}", f"{ratio:.2f}x"]
+        table.add_row(
+            str(row.batch),
+            f"{row.microseconds:.1f}",
+            *times,
+            percent(bench.reads),
+            size(row.bytes),
+            f"{row.bandwidth / 1e12:.2f}",
+            f"{row.floor:.1f}",
+            row.runtime,
+        )
+    out.print(table)
+
+
+def _print_model(bench: "ModelBench") -> None:
+    settings = bench.settings
+    out.print(
+        key_values(
+            {
+                "GPU": bench.device,
+                "model": f"{bench.target}, {bench.layers} routed layers",
+                "budget": f"k = {settings.k}, {settings.coordinates} coordinates, rank {settings.rank}: "
+                f"{percent(bench.reads)} of the dense reads",
+            }
+        )
+    )
+    table = Table("batch", "dense ms", "sparse ms", "ratio", "dense tokens/s", "sparse tokens/s", box=None)
+    for row in bench.rows:
+        table.add_row(
+            str(row.batch),
+            f"{row.dense:.2f}",
+            f"{row.sparse:.2f}",
+            f"{row.ratio:.2f}x",
+            f"{row.tokens_per_second(row.dense):,.0f}",
+            f"{row.tokens_per_second(row.sparse):,.0f}",
+        )
+    out.print(table)
+
+
+def _print_reads(rows: "list[ReadsRow]") -> None:
+    kernels = list(dict.fromkeys(kernel for row in rows for kernel in row.kernels))
+    table = Table("batch", "counted", "measured", "ratio", *kernels, box=None)
+    for row in rows:
+        parts = [size(row.kernels.get(kernel, 0)) for kernel in kernels]
+        table.add_row(str(row.batch), size(row.counted), size(row.measured), f"{row.ratio:.3f}", *parts)
+    out.print(table)
