@@ -15,7 +15,7 @@ import torch
 from checkpoints import CHANNELS, EXPERTS, HIDDEN, ROUTED, tiny_model
 from commands import mreader
 
-from mreader.bench import block, peers, reads, tune
+from mreader.bench import block, model, peers, reads, tune
 from mreader.bench.block import make_row
 from mreader.bench.layers import Call, augment_layer, count_layers, draw_calls
 from mreader.bench.model import ModelBench, ModelRow, augment_experts
@@ -523,17 +523,20 @@ def test_tuning_tries_everything_and_writes_an_entry(
     assert entry.batches[1] == {"finish": few.default["finish"]}, "nothing is faster where all take the same time"
 
 
+def random_tiny_model(name: str, channels: float) -> Any:
+    """What `random_model` does, from a tiny model on the CPU."""
+    whole = tiny_model(name, dtype=torch.float32)
+    for ordinal, module in enumerate(model.experts_modules(whole)):
+        augment_experts(module, "silu", OPTIONS, ordinal)
+    model.attach_random(whole, replace(OPTIONS, channels=channels))
+    return whole
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
 def test_a_random_model_reads_sparsely(name: str) -> None:
-    from mreader.runtime import Expected, attach, reader_mode, runtime_of
+    from mreader.runtime import reader_mode
 
-    whole: Any = tiny_model(name, dtype=torch.float32)
-    experts: list[Any] = [m for m in whole.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj")]
-    for ordinal, module in enumerate(experts):
-        augment_experts(module, "silu", OPTIONS, ordinal)
-    tensors = {key: (tensor.shape, tensor.dtype) for key, tensor in whole.state_dict().items()}
-    attach(whole, replace(OPTIONS, channels=1.0), Expected(tensors, element_size=4))
-    assert runtime_of(whole).layers == len(experts)
+    whole = random_tiny_model(name, channels=1.0)
     ids = torch.randint(1, 90, (2, 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), reader_mode(whole, "always"):
         everything = whole(input_ids=ids).logits
@@ -541,6 +544,27 @@ def test_a_random_model_reads_sparsely(name: str) -> None:
         dense = whole(input_ids=ids).logits
     # All channels kept is the dense model, up to the order of float32 sums
     assert torch.allclose(everything, dense, atol=1e-5)
+
+
+@no_gpu
+def test_both_modes_of_a_model_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mreader.runtime import runtime_of
+
+    whole = random_tiny_model("qwen3_moe", channels=0.25)
+    logits = []
+
+    def run_once(step: Callable[[], torch.Tensor]) -> float:
+        logits.append(step())
+        return 2.0
+
+    monkeypatch.setattr(model, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(model, "time_steps", run_once)
+    bench = model.bench_model(whole, "tiny", [3], Progress())
+    assert bench.rows == [ModelRow(3, dense=2.0, sparse=2.0)]
+    assert (bench.layers, bench.reads) == (runtime_of(whole).layers, runtime_of(whole).reads.total)
+    dense, sparse = logits
+    assert dense.shape == (3, 96)
+    assert not torch.allclose(dense, sparse, atol=1e-4), "a quarter of the channels is not all of them"
 
 
 # On the GPU

@@ -13,7 +13,7 @@ from mreader.bench.layers import augment_layer
 from mreader.bench.shapes import ModelShape
 from mreader.bench.timing import require_cuda, time_steps
 from mreader.errors import UsageError
-from mreader.formats.augmented import FormatOptions, tensor_specs
+from mreader.formats.augmented import FormatOptions
 from mreader.kernels.tuning import device_name
 from mreader.progress import Progress
 from mreader.reader import ReadSettings
@@ -96,21 +96,23 @@ def random_model(shape: ModelShape, options: FormatOptions, progress: Progress) 
     device = require_cuda()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mreader.runtime import Expected, attach
-
     _require_memory(shape, torch.cuda.mem_get_info(device)[0])
     torch.manual_seed(0)
     config = AutoConfig.for_model(shape.model_type, **shape.config)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")]
+    experts = experts_modules(model)
     progress.begin("sketching", len(experts), "layers")
     for ordinal, module in enumerate(experts):
         augment_experts(module, shape.activation, options, ordinal)
         progress.advance(1)
-    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
-    attach(model, options, Expected(tensors, element_size=2))
+    attach_random(model, options)
     return model.eval()
+
+
+def experts_modules(model: nn.Module) -> list[Any]:
+    """The modules of routed experts, in the order of their layers."""
+    return [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")]
 
 
 def augment_experts(module: Any, activation: str, options: FormatOptions, ordinal: int) -> None:
@@ -121,19 +123,27 @@ def augment_experts(module: Any, activation: str, options: FormatOptions, ordina
     E, H, I = module.down_proj.shape
     gate_up, down = module.gate_up_proj.data.view(E, 2, I, H), module.down_proj.data.view(E, I, H)
     layer = augment_layer(gate_up, down, activation, options, ordinal)
-    values = (
-        layer.gate_up,
-        layer.down,
-        layer.codes,
-        layer.scales,
-        layer.errors,
-        layer.signs,
-        layer.down_norms,
-        layer.basis,
-        layer.coeffs,
-    )
-    for part, value in zip(tensor_specs(E, I, H, "BF16", options), values, strict=True):
+    values = {
+        "gate_up_proj": layer.gate_up,
+        "down_proj": layer.down,
+        "sketch_codes": layer.codes,
+        "sketch_scales": layer.scales,
+        "sketch_errors": layer.errors,
+        "sketch_signs": layer.signs,
+        "down_norms": layer.down_norms,
+        "recovery_basis": layer.basis,
+        "recovery_coeffs": layer.coeffs,
+    }
+    for part, value in values.items():
         setattr(module, part, nn.Parameter(value, requires_grad=False))
+
+
+def attach_random(model: "PreTrainedModel", options: FormatOptions) -> None:
+    """Make a model read sparsely whose experts `augment_experts` prepared."""
+    from mreader.runtime import Expected, attach
+
+    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    attach(model, options, Expected(tensors, element_size=model.dtype.itemsize))
 
 
 def _require_memory(shape: ModelShape, free: int) -> None:
