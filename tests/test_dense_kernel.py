@@ -238,6 +238,14 @@ def test_real_shapes_on_a_gpu(shape: tuple[int, int, int, int], tokens: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_weights_fetched_ahead_change_no_bit(tokens: int) -> None:
+    layer = make(tokens, 32, 4, 250, 100, dtype=torch.bfloat16)  # the last columns and channels are no whole tile
+    plain = layer.run(blocks=SMALL)
+    assert torch.equal(layer.run(blocks=replace(SMALL, ahead=4)), plain)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_a_graph_holds_a_call_and_replays_the_same_bits(tokens: int) -> None:
     layer = make(tokens, 32, 4, 256, 128, dtype=torch.bfloat16)

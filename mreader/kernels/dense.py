@@ -22,7 +22,7 @@ from mreader.kernels.screen import tokens_by_expert
 
 FEW_SLOTS = 64  # up to so many slots a program finds its block by itself, which is faster than one more launch
 _PLAN_CHUNK = 4096  # slots that a program of the plan reads at a time
-_MOST_TOKENS = 16384  # at a time: intermediate rows of K times as many fill a GB
+_MOST_TOKENS = 16384  # at a time: K = 8 intermediate rows of each, with H = 2048, fill half a GB
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,10 @@ def _blocks(slots: int, experts: int, element_size: int) -> Blocks:
     average = slots / experts
     if average <= 9:
         # Weights are a stream past a few tokens: many programs, deep pipelines.
-        splits = 2 if slots <= 16 else 1
-        return Blocks(16, Tile(32, 64 * wide, 4, 4), Tile(64, 32 * wide, 4, 4), splits, ahead=2)
+        gate_up = Tile(32, 64 * wide, 4, 4)
+        if slots <= FEW_SLOTS:
+            return Blocks(16, gate_up, Tile(64, 32 * wide, 4, 4), splits=2 if slots <= 16 else 1, ahead=2)
+        return Blocks(16, gate_up, Tile(128, 32 * wide, 4, 4))
     if average <= 20:
         return Blocks(32, Tile(32, 64 * wide, 4, 4), Tile(128, 32 * wide, 4, 4))
     if average <= 48:

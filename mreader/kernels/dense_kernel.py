@@ -103,6 +103,7 @@ def _block(
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """What the plan says about the block, or what the ids say where there is no plan."""
     if blocks_ptr is None:
         return _found_block(block, ids_ptr, slots, E, SLOTS, BLOCK_M)
     else:  # noqa: RET505 (Triton compiles what follows a return, but not a branch that is constant)
@@ -111,6 +112,7 @@ def _block(
 
 @triton.jit
 def _dot_native(a, b, total):
+    """total + a . b in float32; of FP32 operands too, which tensor cores would round to TF32."""
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -237,13 +239,13 @@ def down_kernel(
     let_next_start(DEPENDENT)
 
     in_row = (column < H) | (H % BLOCK_N == 0)
-    lane = tl.arange(0, BLOCK_K)
+    lane = split * share + tl.arange(0, BLOCK_K)
     slot = slot.to(tl.int64)
     a_ptrs = a_ptr + slot[:, None] * I + lane[None, :]
     down_ptrs = down_ptr + lane[:, None] * H + column[None, :]
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(split * share, min(split * share + share, I), BLOCK_K):
-        inside = (k + lane < I) | (I % BLOCK_K == 0)
+    for k in range(0, share, BLOCK_K):
+        inside = (lane + k < I) | (I % (SPLITS * BLOCK_K) == 0)
         a = tl.load(a_ptrs + k, mask=there[:, None] & inside[None, :], other=0.0)
         d = tl.load(down_ptrs + k * H, mask=inside[:, None] & in_row[None, :], other=0.0)
         y = _dot(a, d, y)
