@@ -424,6 +424,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     The sparse block is the torch reference, as the interpreter takes seconds for a call of its kernels.
     returns: how many calls each measurement had
     """
+    pytest.importorskip("triton", reason="the dense peer is a Triton kernel")
     measured: list[int] = []
 
     def run_once(calls: Sequence[Callable[[], object]], replays: int = 1) -> float:
@@ -474,6 +475,7 @@ def test_the_command_prints_both(still: list[int], monkeypatch: pytest.MonkeyPat
 
 @no_gpu
 def test_peers_agree_with_the_dense_reference() -> None:
+    pytest.importorskip("triton", reason="the dense peer is a Triton kernel")
     stack = [tiny_layer(seed, torch.bfloat16) for seed in range(2)]
     call = draw_calls(TINY, 5, 2, stack[0].down)[1]
     everything = ReadSettings(ROUTED * CHANNELS, 1, "norm", 0)
