@@ -486,6 +486,34 @@ def test_peers_agree_with_the_dense_reference() -> None:
         assert (found - expected).norm() < 1e-2 * expected.norm(), peer.name
 
 
+def test_vllm_is_called_as_its_own_layers_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tiny_layer()
+    call = draw_calls(TINY, 2, 1, layer.down)[0]
+    given: dict[str, Any] = {}
+
+    def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, activation: Any) -> Any:
+        given.update(w1=w1, w2=w2, weights=weights, ids=ids, activation=activation)
+        return x
+
+    package = "vllm.model_executor.layers.fused_moe"
+    modules = {
+        package: SimpleNamespace(fused_experts=fused_experts),
+        f"{package}.activation": SimpleNamespace(MoEActivation=lambda name: f"enum of {name}"),
+    }
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.import_module", modules.__getitem__)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    peer = peers._vllm("gelu_pytorch_tanh", [peers._stock_experts(layer)], Progress())
+    assert peer is not None
+    peer.prepare(call)()
+    assert torch.equal(given["w1"], layer.gate_up.flatten(1, 2))
+    assert torch.equal(given["w2"], layer.down.transpose(1, 2))
+    assert given["w2"].is_contiguous()
+    assert (given["weights"].dtype, given["ids"].dtype) == (torch.float32, torch.int32)
+    assert given["activation"] == "enum of gelu_tanh"
+    assert peers._vllm("relu", [], Progress()) is None
+
+
 @pytest.mark.slow
 @no_gpu
 def test_the_sparse_block_runs_a_call_on_its_layer() -> None:
