@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,29 +22,47 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mreader.activations import get_activation
-from mreader.budget import BlockShape, Budget, Reads, count_reads
+from mreader.backend import layout_on
+from mreader.budget import BlockShape, Budget, Layout, Reads, count_reads
 from mreader.errors import SourceError, UsageError
+from mreader.experts import expect_layer, experts_forward, view_as_stock
 from mreader.formats.architectures import routing
-from mreader.formats.augmented import METHOD, FormatOptions, open_augmented, tensor_specs
-from mreader.formats.safetensors_file import TORCH_DTYPES, read_header
-from mreader.reader import ExpertLayer, ReadSettings, read
+from mreader.formats.augmented import METHOD, FormatOptions, open_augmented
+from mreader.formats.safetensors_file import read_header
+from mreader.reader import ReadSettings
 
 Mode = Literal["decode", "always", "never"]
 
 
-# Which thread is in a decode step, or in a `reader_mode` block, of which runtime: threads may share a model.
+# What a thread is doing with which runtime, by its id: threads may share a model. Values are never changed in place.
 _decoding: ContextVar[frozenset[int]] = ContextVar("mreader_decoding", default=frozenset())
-_modes: ContextVar[dict[int, Mode]] = ContextVar("mreader_modes", default={})  # noqa: B039 (never changed in place)
+_phases: ContextVar[dict[int, bool]] = ContextVar("mreader_phases", default={})  # noqa: B039
+_modes: ContextVar[dict[int, Mode]] = ContextVar("mreader_modes", default={})  # noqa: B039
 
 
 @dataclass
 class Runtime:
-    """What all routed layers of a loaded model share; `set_budget` changes it."""
+    """What all routed layers of a loaded model share; `set_budget` changes it.
 
-    shape: BlockShape
+    stored:  a layer in the layout on disk
+    layers:  how many there are
+    experts: the first one's module, which tells on what device the model is
+    """
+
+    stored: BlockShape
     layers: int
     budget: Budget
-    settings: ReadSettings
+    experts: Any = field(repr=False)
+
+    @property
+    def shape(self) -> BlockShape:
+        """A layer in the layout that the model's device reads."""
+        return _laid_out(self.stored, layout_on(self.experts.down_proj.device))
+
+    @property
+    def settings(self) -> ReadSettings:
+        """What the budget means there. UsageError for reads that the device's layout of the sketch alone exceeds."""
+        return _resolve(self.budget, self.shape)
 
     @property
     def mode(self) -> Mode:
@@ -53,30 +72,13 @@ class Runtime:
     @property
     def decoding(self) -> bool:
         """Whether this thread is in a decode step of the model."""
-        return id(self) in _decoding.get()
+        return _phases.get().get(id(self), id(self) in _decoding.get())
 
     @property
     def reads(self) -> Reads:
         """What a token costs in one layer."""
         settings = self.settings
         return count_reads(self.shape, settings.k, settings.coordinates, settings.score, settings.rank)
-
-
-class RoutedExpertsSketch(nn.Module):
-    """Sketch, norms and recovery map of one layer: tensors whose dtypes are part of the format.
-
-    `.to(dtype)` moves the model's weights to another dtype, and these nowhere but to another device.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor.detach())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "RoutedExpertsSketch":
-        for name, tensor in self.named_buffers():
-            self._buffers[name] = tensor.to(fn(tensor).device)
-        return self
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,14 @@ def expect_format(model: PreTrainedModel, options: FormatOptions, files: list[Pa
     if not experts:
         raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
     for module in experts:
-        _expect_layer(module, options)
+        expect_layer(module, options)
     _raise_on_missing_tensors(model)
     tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     return Expected(tensors, _stored_element_size(files))
 
 
 def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -> None:
-    """Make a loaded model read sparsely.
-
-    The experts keep their stock parameters: `gate_up_proj` (E, 2, I, H) becomes the view (E, 2I, H), `down_proj`
-    (E, I, H) the transposed view (E, H, I), so every dense implementation of transformers runs on the stored weights.
-    """
+    """Make a loaded model read sparsely; its experts keep their stock parameters."""
     for name, parameter in model.state_dict(keep_vars=True).items():
         shape, dtype = expected.tensors[name]
         if parameter.shape != shape:
@@ -120,30 +118,13 @@ def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -
     runtime = _make_runtime(model, options, expected.element_size)
     dense = model.config.get_text_config()._experts_implementation
     for _, module in _experts_modules(model):
-        _view_as_stock(module, options)
+        view_as_stock(module, options)
         module.mreader, module.mreader_dense = runtime, dense
     if METHOD not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
     model.set_experts_implementation(METHOD)
     _watch_decoding(model, runtime)
     model.mreader = runtime
-
-
-def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The routed experts' output, by the reader in a decode step and by the model's own dense implementation elsewhere.
-
-    hidden_states: (N, H) - tokens
-    top_k_index:   (N, K) int - their routed experts
-    top_k_weights: (N, K) - routing weights
-    returns:       (N, H)
-    """
-    runtime: Runtime = module.mreader
-    if runtime.mode == "always" or (runtime.mode == "decode" and runtime.decoding):
-        return read(hidden_states, top_k_index, top_k_weights, _layer_of(module, runtime), runtime.settings)
-    eager = type(module).forward.__wrapped__
-    dense = ALL_EXPERTS_FUNCTIONS.get_interface(module.mreader_dense, eager)
-    output: Tensor = dense(module, hidden_states, top_k_index, top_k_weights)
-    return output
 
 
 def load(
@@ -198,9 +179,9 @@ def set_budget(
     """
     runtime = runtime_of(model)
     budget = runtime.budget.change(channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
-    runtime.settings = budget.resolve(runtime.shape)
+    settings = budget.resolve(runtime.shape)
     runtime.budget = budget
-    return runtime.settings
+    return settings
 
 
 @contextmanager
@@ -213,50 +194,31 @@ def reader_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
         _modes.reset(token)
 
 
+@contextmanager
+def phase(model: nn.Module, *, decoding: bool) -> Iterator[None]:
+    """Within the block, every forward pass is a decode step, or none is, whatever its cache holds."""
+    token = _phases.set({**_phases.get(), id(runtime_of(model)): decoding})
+    try:
+        yield
+    finally:
+        _phases.reset(token)
+
+
+@lru_cache
+def _laid_out(shape: BlockShape, layout: Layout) -> BlockShape:
+    return replace(shape, layout=layout)
+
+
+@lru_cache
+def _resolve(budget: Budget, shape: BlockShape) -> ReadSettings:
+    return budget.resolve(shape)
+
+
 def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules behind transformers' experts interface, with gate and up fused."""
     for name, module in model.named_modules():
         if getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             yield name, module
-
-
-def _expect_layer(module: Any, options: FormatOptions) -> None:
-    """Parameters on the meta device, in the shapes and dtypes that the format stores."""
-    E, H, I = module.down_proj.shape
-    dtype = module.down_proj.dtype
-    for part, spec in tensor_specs(int(E), int(I), int(H), "F32", options).items():
-        stored = dtype if part in ("gate_up_proj", "down_proj") else TORCH_DTYPES[spec.dtype]
-        empty = torch.empty(spec.shape, dtype=stored, device="meta")
-        setattr(module, part, nn.Parameter(empty, requires_grad=False))
-
-
-def _view_as_stock(module: Any, options: FormatOptions) -> None:
-    """Stock shapes on the stored bytes, and everything else of the format in a submodule."""
-    E, two, I, H = module.gate_up_proj.shape
-    extra = [part for part in tensor_specs(1, 1, 1, "F32", options) if part not in ("gate_up_proj", "down_proj")]
-    module.sketch = RoutedExpertsSketch({part: getattr(module, part) for part in extra})
-    for part in extra:
-        delattr(module, part)
-    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.view(E, two * I, H), requires_grad=False)
-    module.down_proj = nn.Parameter(module.down_proj.data.transpose(1, 2), requires_grad=False)
-
-
-def _layer_of(module: Any, runtime: Runtime) -> ExpertLayer:
-    sketch, gate_up = module.sketch, module.gate_up_proj
-    E, rows, H = gate_up.shape
-    return ExpertLayer(
-        gate_up=gate_up.view(E, 2, rows // 2, H),
-        down=module.down_proj.transpose(1, 2),
-        codes=sketch.sketch_codes,
-        scales=sketch.sketch_scales,
-        errors=sketch.sketch_errors,
-        signs=sketch.sketch_signs,
-        down_norms=sketch.down_norms,
-        basis=sketch.recovery_basis,
-        coeffs=sketch.recovery_coeffs,
-        code=runtime.shape.code,
-        activation=module.mreader_activation,
-    )
 
 
 def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: int) -> Runtime:
@@ -266,8 +228,7 @@ def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: 
     for module in experts:
         module.mreader_activation = get_activation(activation)
     shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size)
-    budget = Budget.of(options)
-    return Runtime(shape, len(experts), budget, budget.resolve(shape))
+    return Runtime(shape, len(experts), Budget.of(options), experts[0])
 
 
 def _stored_element_size(files: list[Path]) -> int:
@@ -311,6 +272,8 @@ def _watch_decoding(model: PreTrainedModel, runtime: Runtime) -> None:
 
 # The hooks find the runtime through the module, so that they are right in a copy of the model, and can be pickled.
 def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if id(module.mreader) in _phases.get():
+        return
     bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
     if _is_decode_step({**bound.pop("kwargs", {}), **bound}):
         _decoding.set(_decoding.get() | {id(module.mreader)})

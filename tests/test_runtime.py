@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mreader
-from mreader import runtime
+from mreader import experts
 from mreader.errors import SourceError, UnsupportedError, UsageError
-from mreader.runtime import experts_forward, reader_mode, runtime_of, set_budget
+from mreader.experts import experts_forward
+from mreader.runtime import reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -101,15 +102,15 @@ def test_every_dense_implementation_runs_on_the_stored_weights(
 
 def test_only_decode_steps_are_sparse(olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    read = runtime.read
-    monkeypatch.setattr(runtime, "read", lambda x, *rest: (seen.append(len(x)), read(x, *rest))[1])
+    read = experts.read
+    monkeypatch.setattr(experts, "read", lambda x, *rest: (seen.append(len(x)), read(x, *rest))[1])
     olmoe.generate(TOKENS, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     # the first token comes from the prefill, the other three from a step of both sequences in every layer
     assert seen == [2] * 3 * LAYERS
 
 
 def test_a_prompt_of_one_token_is_a_prefill(olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "read", lambda *_: pytest.fail("sparse"))
+    monkeypatch.setattr(experts, "read", lambda *_: pytest.fail("sparse"))
     with torch.inference_mode():
         olmoe(TOKENS[:, :1], use_cache=True)
         olmoe(TOKENS[:, :1], use_cache=False)
@@ -164,12 +165,12 @@ def test_a_failed_step_does_not_leave_the_model_decoding(olmoe: PreTrainedModel)
 
 
 def test_an_expert_that_is_elsewhere_contributes_nothing(olmoe: PreTrainedModel) -> None:
-    experts = olmoe.model.layers[0].mlp.experts
+    module = olmoe.model.layers[0].mlp.experts
     x, weights = torch.randn(4, HIDDEN), torch.rand(4, ROUTED)
     ids = torch.randint(0, EXPERTS, (4, ROUTED))
     with reader_mode(olmoe, "always"):
-        missing = experts_forward(experts, x, ids.index_fill(1, torch.tensor([1]), EXPERTS), weights)
-        without = experts_forward(experts, x, ids, weights.index_fill(1, torch.tensor([1]), 0.0))
+        missing = experts_forward(module, x, ids.index_fill(1, torch.tensor([1]), EXPERTS), weights)
+        without = experts_forward(module, x, ids, weights.index_fill(1, torch.tensor([1]), 0.0))
     torch.testing.assert_close(missing, without, rtol=1e-5, atol=1e-6)
 
 
@@ -308,8 +309,8 @@ def test_a_copy_reads_sparsely_on_its_own(olmoe: PreTrainedModel) -> None:
 def test_a_copy_counts_its_own_decode_steps(olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     other = copy.deepcopy(olmoe)
     calls: list[int] = []
-    read = runtime.read
-    monkeypatch.setattr(runtime, "read", lambda x, *rest: (calls.append(len(x)), read(x, *rest))[1])
+    read = experts.read
+    monkeypatch.setattr(experts, "read", lambda x, *rest: (calls.append(len(x)), read(x, *rest))[1])
     other.generate(TOKENS[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert calls == [1] * 2 * LAYERS
 

@@ -1,10 +1,11 @@
 """Loading model and tokenizer for the commands that run one."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mreader.backend import layout_on
 from mreader.budget import Budget
 from mreader.device import pick_device
 from mreader.errors import SourceError, UsageError
@@ -37,10 +38,10 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype}", f"choose one of {', '.join(_DTYPES)}")
-    pick_device(device)
+    layout = layout_on(pick_device(device))
     augmented = open_augmented(path)
     default = Budget.of(augmented.options)
-    default.change(**asdict(budget)).resolve(block_shape(augmented))
+    default.change(**asdict(budget)).resolve(replace(block_shape(augmented), layout=layout))
 
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

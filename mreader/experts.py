@@ -1,0 +1,190 @@
+"""The routed experts of a loaded model: what computes a call, and from which tensors.
+
+A decode step goes through the reader, everything else is dense. On a CUDA device both are Triton kernels, which read
+the model's own weights and a repacked sketch; elsewhere they are torch, on the layout of the checkpoint.
+"""
+
+# N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mreader.backend import current, runs_kernels
+from mreader.formats.augmented import FormatOptions, tensor_specs
+from mreader.formats.safetensors_file import TORCH_DTYPES
+from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
+from mreader.reader import ExpertLayer, read
+
+if TYPE_CHECKING:
+    from mreader.kernels.decode import DecodeLayer
+    from mreader.runtime import Runtime
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of a call that sends every token through the reader: what the kernels keep of a token is some hundred KB.
+_TOKENS_AT_ONCE = 128
+
+
+class RoutedExpertsSketch(nn.Module):
+    """Sketch, norms and recovery map of one layer: tensors whose dtypes are part of the format.
+
+    `.to(dtype)` moves the model's weights to another dtype, and these nowhere but to another device. For a device that
+    runs the kernels they stay on the host, as stored: all that the device holds is what `repack` makes of them, so that
+    copies, pickles, `state_dict` and the way back to the CPU are those of the checkpoint.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.repacked: DecodeLayer | None = None
+        for name, tensor in tensors.items():
+            self.register_buffer(name, _at_home(tensor.detach(), tensor.device))
+
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """name -> tensor, on a device."""
+        return {name: tensor.to(device) for name, tensor in self.named_buffers()}
+
+    def send_home(self) -> None:
+        """Put the tensors where they belong, should a library have moved them one by one, as accelerate does."""
+        for name, tensor in self.named_buffers():
+            self._buffers[name] = _at_home(tensor, tensor.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RoutedExpertsSketch:
+        self.repacked = None
+        for name, tensor in self.named_buffers():
+            self._buffers[name] = _at_home(tensor, fn(torch.empty(0, device=tensor.device)).device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.repacked = None
+        super()._load_from_state_dict(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "repacked": None}
+
+
+def _at_home(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor where it is kept for a model on `device`."""
+    return tensor.to("cpu" if runs_kernels(device) else device)
+
+
+def expect_layer(module: Any, options: FormatOptions) -> None:
+    """Give an experts module parameters on the meta device, in the shapes and dtypes that the format stores."""
+    E, H, I = module.down_proj.shape
+    dtype = module.down_proj.dtype
+    for part, spec in tensor_specs(int(E), int(I), int(H), "F32", options).items():
+        stored = dtype if part in _WEIGHTS else TORCH_DTYPES[spec.dtype]
+        empty = torch.empty(spec.shape, dtype=stored, device="meta")
+        setattr(module, part, nn.Parameter(empty, requires_grad=False))
+
+
+def view_as_stock(module: Any, options: FormatOptions) -> None:
+    """Stock shapes on the stored bytes, and everything else of the format in a submodule.
+
+    `gate_up_proj` (E, 2, I, H) becomes the view (E, 2I, H), `down_proj` (E, I, H) the transposed view (E, H, I), so
+    that every dense implementation of transformers runs on the stored weights.
+    """
+    E, two, I, H = module.gate_up_proj.shape
+    extra = [part for part in tensor_specs(1, 1, 1, "F32", options) if part not in _WEIGHTS]
+    module.sketch = RoutedExpertsSketch({part: getattr(module, part) for part in extra})
+    for part in extra:
+        delattr(module, part)
+    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.view(E, two * I, H), requires_grad=False)
+    module.down_proj = nn.Parameter(module.down_proj.data.transpose(1, 2), requires_grad=False)
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The routed experts' output: by the reader in a decode step, dense elsewhere and where that is faster.
+
+    hidden_states: (N, H) - tokens
+    top_k_index:   (N, K) int - their routed experts
+    top_k_weights: (N, K) - routing weights
+    returns:       (N, H)
+    """
+    forward = _sparse if _reads_sparsely(module, hidden_states, top_k_index.shape[1]) else _dense
+    with current(hidden_states.device):
+        return forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _reads_sparsely(module: Any, x: Tensor, routed: int) -> bool:
+    runtime: Runtime = module.mreader
+    if runtime.mode != "decode":
+        return runtime.mode == "always"
+    if not runtime.decoding:
+        return False
+    return not _has_kernels(module, x) or len(x) <= _largest_sparse_batch(module, x.device, routed)
+
+
+def _largest_sparse_batch(module: Any, device: torch.device, routed: int) -> int:
+    E, H, I = module.down_proj.shape
+    return largest_sparse_batch(device_name(device), LayerShape(E, routed, H, I))
+
+
+def _has_kernels(module: Any, x: Tensor) -> bool:
+    return runs_kernels(x.device) and x.dtype == module.down_proj.dtype and x.dtype in _KERNEL_DTYPES
+
+
+def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    settings = module.mreader.settings
+    if not _has_kernels(module, x):
+        return read(x, ids, weights, _layer_of(module, x.device), settings)
+    from mreader.kernels.decode import decode
+
+    layer = _repacked(module, x.device)
+    parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
+    outputs = [decode(x[part], ids[part], weights[part], layer, settings) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _dense(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    # The kernels have no backward pass.
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    if _has_kernels(module, x) and not differentiated:
+        from mreader.kernels.dense import dense
+
+        return dense(x, ids, weights, *_stored_weights(module), module.mreader_activation.name)
+    eager = type(module).forward.__wrapped__
+    stock = ALL_EXPERTS_FUNCTIONS.get_interface(module.mreader_dense, eager)
+    output: Tensor = stock(module, x, ids, weights)
+    return output
+
+
+def _repacked(module: Any, device: torch.device) -> DecodeLayer:
+    """The layer as the kernels read it, made by the first step on these weights."""
+    sketch: RoutedExpertsSketch = module.sketch
+    layer = sketch.repacked
+    if layer is None or layer.down.data_ptr() != module.down_proj.data_ptr():
+        from mreader.kernels.decode import repack
+
+        sketch.send_home()
+        layer = sketch.repacked = repack(_layer_of(module, device))
+    return layer
+
+
+def _layer_of(module: Any, device: torch.device) -> ExpertLayer:
+    sketch = module.sketch.on(device)
+    gate_up, down = _stored_weights(module)
+    return ExpertLayer(
+        gate_up=gate_up,
+        down=down,
+        codes=sketch["sketch_codes"],
+        scales=sketch["sketch_scales"],
+        errors=sketch["sketch_errors"],
+        signs=sketch["sketch_signs"],
+        down_norms=sketch["down_norms"],
+        basis=sketch["recovery_basis"],
+        coeffs=sketch["recovery_coeffs"],
+        code=module.mreader.stored.code,
+        activation=module.mreader_activation,
+    )
+
+
+def _stored_weights(module: Any) -> tuple[Tensor, Tensor]:
+    """gate_up (E, 2, I, H) and down (E, I, H), the layout of the checkpoint."""
+    E, rows, H = module.gate_up_proj.shape
+    return module.gate_up_proj.view(E, 2, rows // 2, H), module.down_proj.transpose(1, 2)
