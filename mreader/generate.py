@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from mreader.captured import CustomGenerate, captured_generate, why_not_static
 from mreader.errors import UsageError
 from mreader.runtime import Mode, reader_mode, runtime_of
 
@@ -102,10 +103,12 @@ def generate(
     *,
     mode: Mode = "decode",
     emit: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continue the prompt `ids` (1, T), passing text to `emit` as it comes.
+    """Continue the prompt `ids` (1, T), passing text to `emit` as it comes. On a GPU, steps are captured in a graph.
 
     mode: "decode" reads sparsely in decode steps, "never" is the dense model
+    note: told why steps are not captured, where a model's cannot be
     """
     torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, emit)
@@ -115,9 +118,22 @@ def generate(
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=sampling.max_new_tokens,
             streamer=streamer,
+            custom_generate=_decoding_loop(model, mode, streamer, note),
             **sampling.arguments(),
         )
     return _report(model, streamer, mode)
+
+
+def _decoding_loop(
+    model: PreTrainedModel, mode: Mode, streamer: _Streamer, note: Callable[[str], None]
+) -> CustomGenerate | None:
+    """Over captured steps on a GPU, None for transformers' own."""
+    if model.device.type != "cuda":
+        return None
+    if reason := why_not_static(model):
+        note(f"decoding without a CUDA graph, so more slowly: {reason}")
+        return None
+    return captured_generate(mode, streamer)
 
 
 def _report(model: PreTrainedModel, streamer: _Streamer, mode: Mode) -> Generation:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from mreader.cli.console import err, key_values, percent, print_json, size
 from mreader.cli.model import BudgetOptions, load_model
@@ -23,6 +24,7 @@ from mreader.errors import UsageError
 
 if TYPE_CHECKING:
     from mreader.generate import Generation
+    from mreader.runtime import Mode
 
 
 def generate_command(
@@ -55,7 +57,8 @@ def generate_command(
     model, tokenizer = load_model(path, budget, dtype, device)
     ids = encode_prompt(tokenizer, text, chat)
     emit = (lambda piece: None) if json else _write
-    generation = generate(model, tokenizer, ids, sampling, mode="never" if dense else "decode", emit=emit)
+    mode: Mode = "never" if dense else "decode"
+    generation = generate(model, tokenizer, ids, sampling, mode=mode, emit=emit, note=_note)
     if json:
         print_json(asdict(generation))
         return
@@ -67,6 +70,10 @@ def generate_command(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    err.print(f"note: {escape(text)}")
 
 
 def _print_stats(generation: "Generation") -> None:

@@ -1,0 +1,211 @@
+"""A decode step as one CUDA graph: the forward pass of one token a sequence, on a cache of fixed size.
+
+A step of an uncaptured model is bound by the host, which launches some thousand kernels for it; a graph is one launch.
+"""
+
+# N sequences, T tokens of a prompt, V vocabulary
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.generation.streamers import BaseStreamer
+
+from mreader.backend import current
+from mreader.errors import UnsupportedError, UsageError
+from mreader.runtime import Mode, phase, reader_mode
+
+# Layers of a cache that change in place, and nothing but tensors on the device.
+_STATIC_LAYERS = (StaticLayer, LinearAttentionLayer)
+# Implementations of attention that take a mask of fixed size; the others unpad on the host, or compile.
+_ATTENTION = ("sdpa", "eager")
+# Rotary embeddings whose frequencies depend on the longest position so far.
+_MOVING_ROPE = {"dynamic", "longrope"}
+_WARM_UP_STEPS = 3
+
+CustomGenerate = Callable[..., Tensor]
+"""What transformers' `generate` takes as `custom_generate`."""
+
+
+def why_not_static(model: PreTrainedModel) -> str | None:
+    """Why the model cannot decode on a cache of fixed size; None where it can."""
+    others = {type(layer).__name__ for layer in _static_layers(model, 1) if type(layer) not in _STATIC_LAYERS}
+    if others:
+        return f"its cache has {', '.join(sorted(others))}, of no fixed size"
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTION:
+        return f"its attention is {attention}, not {' or '.join(_ATTENTION)}"
+    if moving := _rope_types(model) & _MOVING_ROPE:
+        return f"its {', '.join(sorted(moving))} rotary embedding looks at positions on the host"
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"it is spread over {', '.join(sorted(devices))}"
+    return None
+
+
+class CapturedStep:
+    """Prefill as always, then steps of one token a sequence, replayed from a CUDA graph; on a CPU, plain forwards.
+
+    The graph holds the budget, the mode and the tuning in force when it was captured. One at a time decodes: `prefill`
+    starts all over.
+
+    batch:      N, of sequences that are equally long
+    max_length: tokens of a sequence, prompt included
+    mode:       "decode" reads sparsely, where that is faster at this batch; "never" is dense
+
+    Raises UnsupportedError where `why_not_static` gives a reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: int, max_length: int, mode: Mode = "decode") -> None:
+        if reason := why_not_static(model):
+            raise UnsupportedError(f"no step of {type(model).__name__} is captured: {reason}", "use model.generate")
+        self.model, self.mode, self.max_length = model, mode, max_length
+        self.cache = Cache(layers=_static_layers(model, max(max_length, 2)))  # warming up takes two tokens
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+        self.position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._length = 0
+        self._cache_name = _cache_name(model)
+        self._replay = self._capture() if model.device.type == "cuda" else self._decode
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """Logits (N, V) after the prompts `ids` (N, T), which no padding makes equally long."""
+        self._take(ids.shape[1], of=0)
+        return self._prompt(ids)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (N, V) after one more token each, (N, 1). On a GPU the next step writes into the same memory."""
+        self._take(1, of=self._length)
+        self.tokens.copy_(tokens)
+        return self._replay()
+
+    def _take(self, tokens: int, of: int) -> None:
+        """Count tokens on the host: a device that writes behind its cache stops the process."""
+        self._length = of + tokens
+        if self._length > self.max_length:
+            raise UsageError(f"{self._length} tokens do not fit a step made for {self.max_length}", "raise max_length")
+
+    def _prompt(self, ids: Tensor) -> Tensor:
+        self.cache.reset()
+        self.position.fill_(ids.shape[1])
+        return self._forward(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), decoding=False)
+
+    def _decode(self) -> Tensor:
+        logits = self._forward(self.tokens, self.position, decoding=True)
+        self.position.add_(1)
+        return logits
+
+    def _capture(self) -> Callable[[], Tensor]:
+        """A replay of `_decode` as it runs after a prompt, whose first run differs: it makes the cache."""
+        prompt = torch.zeros_like(self.tokens)
+        with current(self.model.device), torch.inference_mode():
+            with _side_stream():
+                for _ in range(_WARM_UP_STEPS):
+                    self._prompt(prompt)
+                    self._decode()
+                self._prompt(prompt)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._decode()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    def _forward(self, ids: Tensor, positions: Tensor, decoding: bool) -> Tensor:
+        with reader_mode(self.model, self.mode), phase(self.model, decoding=decoding):
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1,
+                return_dict=True,
+                **{self._cache_name: self.cache},
+            )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def captured_generate(mode: Mode, streamer: BaseStreamer) -> CustomGenerate:
+    """For `model.generate(custom_generate=...)`: transformers' own greedy or sampling loop, over a captured step.
+
+    The prompts must be equally long, without padding. transformers drops the streamer that `generate` is given.
+    """
+
+    @torch.inference_mode()
+    def loop(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **_: Any,
+    ) -> Tensor:
+        step = CapturedStep(model, len(input_ids), generation_config.max_length, mode)
+        padding = generation_config._pad_token_tensor
+        running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        logits = step.prefill(input_ids)
+        while True:
+            scores = logits_processor(input_ids, logits.float())
+            tokens = _draw(scores) if generation_config.do_sample else scores.argmax(-1)
+            tokens = tokens if padding is None else torch.where(running, tokens, padding)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            running &= ~stopping_criteria(input_ids, None)
+            streamer.put(tokens.cpu())
+            if not running.any():
+                streamer.end()
+                return input_ids
+            logits = step.step(tokens[:, None])
+
+    return loop
+
+
+def _draw(scores: Tensor) -> Tensor:
+    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    """Where capturing wants its warm-up: kernels compile, libraries allocate their workspaces."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _static_layers(model: PreTrainedModel, max_length: int) -> list[Any]:
+    """Layers of transformers' static cache. A sliding window keeps all tokens: the mask alone makes it slide.
+
+    transformers' own counts tokens on the host, and changes its steps where the window is full.
+    """
+    layers = StaticCache(config=model.config, max_cache_len=max_length).layers
+    return [StaticLayer(max_length) if type(layer) is StaticSlidingWindowLayer else layer for layer in layers]
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """Of all layers: a config has one rotary embedding, or one a type of layer."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return {
+        entry.get("rope_type", "default") for entry in (parameters, *parameters.values()) if isinstance(entry, dict)
+    }
+
+
+def _cache_name(model: PreTrainedModel) -> str:
+    """What the model's forward calls its cache: `past_key_values` up to transformers 5.23 or so, then `cache`."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
