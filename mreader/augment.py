@@ -96,9 +96,9 @@ class LayerAugmenter:
     @cached_property
     def recovery(self) -> dict[str, Tensor]:
         """down_norms ||d_j||, recovery_basis U, recovery_coeffs b_j = U^T d_j (SPEC.md)."""
-        norms = torch.stack(list(self._pool.map(_column_norms, self._down)))
         basis = recovery_basis(self._down, self._options.rank, self._options.seed, self._pool.map)
-        coeffs = torch.stack(list(self._pool.map(lambda expert: recovery_coeffs(basis, expert), self._down)))
+        columns = list(self._pool.map(lambda expert: _describe_columns(basis, expert), self._down))
+        norms, coeffs = (torch.stack(parts) for parts in zip(*columns, strict=True))
         return {
             "down_norms": _half(norms, "down_norms"),
             "recovery_basis": _half(basis, "recovery_basis"),
@@ -131,9 +131,11 @@ def _is_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
-def _column_norms(down: Tensor) -> Tensor:
-    """(H, I) -> (I,) float32, row by row: a column at a time would read one number of each cache line."""
-    return down.float().square_().sum(dim=0).sqrt_()
+def _describe_columns(basis: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """||d_j|| (I,) and b_j = U^T d_j (I, r) of the columns of an expert's (H, I), both float32."""
+    wide = down.float()
+    # Row by row: a column at a time would read one number of each cache line.
+    return wide.square().sum(dim=0).sqrt_(), recovery_coeffs(basis, wide)
 
 
 def _half(values: Tensor, name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """The sketch of an expert: its gate and up rows, rotated and coded in a few levels a weight."""
 
-# E experts, H hidden size, I channels of an expert, R rows, B = 128, nb = ceil(H / B), C = nb * B rotated coordinates
+# E experts, H hidden size, I channels of an expert, B = 128, nb = ceil(H / B), C = nb * B rotated coordinates,
+# M matrices, R of their rows, n channels a byte, b = ceil(R / n) bytes
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mreader.formats.codes import BLOCK, Code, count_blocks, pack_used
+from mreader.formats.codes import BLOCK, Code, count_blocks, pack_digits
 
-# Elements fitted at once. On a CPU the four float32 arrays of a fit take 1.6 MB, within a second-level cache of 2 MB:
-# a quarter of that spends its time in calls, four times as much in memory. A GPU wants to be filled.
-_CPU_CHUNK = 104 * 1024
+# Elements fitted at once. On a CPU the three float32 arrays of a fit take up to 2.5 MB, about a second-level cache:
+# half of that spends more time in calls, four times as much in memory. A GPU wants to be filled.
+_CPU_CHUNK = 208 * 1024
 _GPU_CHUNK = 64 * 1024 * 1024
+_UNIT = 1 / math.sqrt(BLOCK)  # makes the Hadamard matrix orthogonal
 _ROW_STEP = 20  # channels: whole bytes in every code (5 and 4 channels a byte)
 
 
@@ -65,8 +67,9 @@ def rotate_rows(weights: Tensor, signs: Tensor) -> Tensor:
     returns: (R, nb, B) float32
     Source: formats/SPEC.md, Rotation.
     """
-    blocks = _signed_hadamard(signs.to(weights.device))
-    return _rotate_blocks(weights, blocks).permute(2, 0, 1).contiguous()
+    padded = torch.nn.functional.pad(weights.float(), (0, -weights.shape[1] % BLOCK))
+    rotated = _rotate(padded.view(len(weights), -1, BLOCK).transpose(0, 1), signs)
+    return rotated.mul_(_UNIT).permute(2, 0, 1).contiguous()
 
 
 def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sketch:
@@ -75,7 +78,7 @@ def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sk
     matrices: M of (I, H) floating point - gate and up projections of one layer, on any one device
     signs:    (H,) int8
     returns:  Sketch with the leading axis M, on the weights' device; the same on any number of threads
-    Working memory on a CPU: two float32 copies of some 800 rows; on a GPU: about 2 GB. On a CPU call it under
+    Working memory on a CPU: two copies of some 1,600 rows; on a GPU: about 2 GB. On a CPU call it under
     torch.set_num_threads(1), from two threads if cores are free: torch's own threads gain less, and lose ten times that
     where other work shares the cores. On a GPU call it with many matrices: they are coded side by side.
     NaN or infinity in a row makes the errors of its block non-finite. Raises UnsupportedError where a block's scale
@@ -84,33 +87,62 @@ def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sk
     channels, hidden = matrices[0].shape
     device = matrices[0].device
     sketch = _empty_sketch(len(matrices), channels, hidden, code, device)
-    blocks = _signed_hadamard(signs.to(device))
     groups = _row_groups(channels, device)
     at_once = max(_chunk(device) // (groups[0].stop * hidden), 1)
     for first in range(0, len(matrices), at_once):
         some = slice(first, min(first + at_once, len(matrices)))
         for rows in groups:
-            weights = _join([matrix[rows] for matrix in matrices[some]])
-            indices, scales, errors = _fit_rows(_rotate_blocks(weights, blocks), code, device)
-            shape = (some.stop - first, rows.stop - rows.start)
-            packed = pack_used(indices.view(*indices.shape[:2], *shape), code).flatten(0, 1).transpose(0, 1)
+            weights = _deal([matrix[rows] for matrix in matrices[some]], code)
+            rotated = _rotate(weights.flatten(1, 3), signs).view(-1, BLOCK, *weights.shape[1:4])
             start = rows.start // code.per_byte
-            sketch.codes[some, :, start : start + packed.shape[2]] = packed
-            sketch.scales[some, :, rows] = scales.view(-1, *shape).transpose(0, 1)
-            sketch.errors[some, :, rows] = errors.view(-1, *shape).transpose(0, 1)
+            part = Sketch(
+                sketch.codes[some, :, start : start + weights.shape[3]],
+                sketch.scales[some, :, rows],
+                sketch.errors[some, :, rows],
+            )
+            _fill(part, rotated, code)
     return sketch
 
 
-def _fit_rows(rotated: Tensor, code: Code, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices (nb, B, R), scales (nb, R), errors (nb, R) of the blocks of R rows, rotated as (nb, B, R).
+def _deal(matrices: Sequence[Tensor], code: Code) -> Tensor:
+    """(nb, M, n, b, B) float32: block k of channel n b + i of matrix m at [k, m, i, b].
 
-    Rows are the fast axis, so that sums over a block and packing along channels both run along memory.
+    So the same digit of all bytes lies side by side, and packing runs along memory. Beyond H there are zeros; beyond I
+    a channel is repeated, since zeros would make blocks of their own kind.
     """
-    size = max(_chunk(device) // (rotated.shape[1] * rotated.shape[2]), 1)
-    spans = [slice(block, block + size) for block in range(0, len(rotated), size)]
-    fits = [code.fit(rotated[span].transpose(1, 2)) for span in spans]
-    indices = torch.cat([fit[0].transpose(1, 2) for fit in fits])
-    return indices, torch.cat([fit[1] for fit in fits]), torch.cat([fit[2] for fit in fits])
+    (rows, hidden), n = matrices[0].shape, code.per_byte
+    joined = torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0].unsqueeze(0)
+    if hidden % BLOCK:
+        joined = torch.nn.functional.pad(joined, (0, -hidden % BLOCK))
+    blocks = joined.reshape(len(matrices), rows, -1, BLOCK).permute(2, 0, 1, 3)
+    shape = (len(blocks), len(matrices), n, code.used_bytes(rows), BLOCK)
+    dealt = joined.new_empty(shape, dtype=torch.float32)
+    whole = rows // n
+    in_bytes = blocks[:, :, : whole * n].reshape(len(blocks), len(matrices), whole, n, BLOCK)
+    dealt[:, :, :, :whole] = in_bytes.transpose(2, 3)
+    if rows % n:
+        dealt[:, :, : rows % n, whole] = blocks[:, :, whole * n :]
+        dealt[:, :, rows % n :, whole] = dealt[:, :, :1, whole]
+    return dealt
+
+
+def _fill(sketch: Sketch, rotated: Tensor, code: Code) -> None:
+    """Fit (nb, B, M, n, b) rotated weights chunk by chunk and write their sketch; `rotated` is scaled in place."""
+    rows = sketch.scales.shape[2]
+    missing = rotated.shape[3] * rotated.shape[4] - rows
+    step = max(_chunk(rotated.device) // rotated[0].numel(), 1)
+    fits = []
+    for first in range(0, len(rotated), step):
+        weights = rotated[first : first + step].mul_(_UNIT)
+        indices, *fit = code.fit(weights.movedim(1, -1))
+        fits.append(fit)
+        digits = indices.movedim(-1, 1)
+        if missing:
+            digits[..., -missing:, -1] = 0
+        packed = pack_digits(digits, code).flatten(0, 1)
+        sketch.codes[:, first * BLOCK : first * BLOCK + len(packed)] = packed.transpose(0, 1)
+    for target, values in zip((sketch.scales, sketch.errors), zip(*fits, strict=True), strict=True):
+        target[:] = torch.cat(values).transpose(2, 3).flatten(2)[..., :rows].transpose(0, 1)
 
 
 def _empty_sketch(matrices: int, channels: int, hidden: int, code: Code, device: torch.device) -> Sketch:
@@ -133,24 +165,16 @@ def _row_groups(channels: int, device: torch.device) -> list[slice]:
     return [slice(row, min(row + size, channels)) for row in range(0, channels, size)]
 
 
-def _join(matrices: Sequence[Tensor]) -> Tensor:
-    """All rows, one matrix below the other; a view where there is one matrix."""
-    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-
-
 def _signed_hadamard(signs: Tensor) -> Tensor:
     """(nb, B, B) float32: Hadamard_128 . diag(signs of the block), 0 where the block is padding."""
     padded = torch.nn.functional.pad(signs.float(), (0, -len(signs) % BLOCK))
     return hadamard(BLOCK).to(signs.device) * padded.view(-1, 1, BLOCK)
 
 
-def _rotate_blocks(weights: Tensor, blocks: Tensor) -> Tensor:
-    """(R, up to nb*B) -> (nb, B, R): the rotated blocks of every row.
+def _rotate(rows: Tensor, signs: Tensor) -> Tensor:
+    """(nb, R, B) -> (nb, B, R), float32: the blocks of all rows times Hadamard_128 . diag(signs).
 
     The products are exact, +-w, whatever precision the device's float32 product has for weights of 16 bits; only
     the sums round. The factor 1 / sqrt(128) comes last for that reason.
     """
-    width = blocks.shape[0] * BLOCK
-    rows = torch.nn.functional.pad(weights, (0, width - weights.shape[1])) if weights.shape[1] < width else weights
-    rows = rows.float().reshape(-1, len(blocks), BLOCK)
-    return torch.bmm(blocks, rows.permute(1, 2, 0)).mul_(1 / math.sqrt(BLOCK))
+    return torch.bmm(_signed_hadamard(signs.to(rows.device)), rows.transpose(1, 2))

@@ -24,11 +24,13 @@ def count_blocks(hidden: int) -> int:
 
 Fit = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
-# The best threshold in units of sum w^2 / sum |w|: 0.488 for a Gaussian, within 5 % of that for Laplace and uniform,
-# and the same with any share of zeros.
-_TERNARY_START = 0.49
-# Gaussian blocks leave 0.19 +- 0.02 of their energy as error, so few of them are above this; heavy tails are.
-_TERNARY_HARD = 0.27
+# The best border in units of sum w^2 / sum |w|: 0.488 for a Gaussian, within 5 % of that for Laplace and uniform, and
+# the same with any share of zeros.
+_TERNARY_BORDER = 0.49
+# For that border to do, a code must take this share of its block's energy: Gaussian blocks 0.81 +- 0.02, so few of them
+# are below; heavy tails are. Above, rho as a difference of energies would be inexact in float32.
+_TERNARY_SHARE = (0.73, 0.99)
+_TERNARY_COUNT = 24  # and keep this many weights; a code of fewer gains much from each of them
 _QUATERNARY_STEPS = 4
 
 
@@ -40,7 +42,7 @@ class Code:
     per_byte:     channels that share a byte, as digits in base len(levels)
     noise_read:   rho / s^2 of Gaussian weights, rho the mean squared error of a block
     noise_unread: E[w^2] / s^2 of Gaussian weights: the error where the code is not read
-    fit:          (..., B) float32 -> indices (..., B) uint8, scales (...,) float16, errors rho (...,) bfloat16
+    fit:          (..., B) float32 -> indices (..., B) float32, scales (...,) float16, errors rho (...,) bfloat16
     """
 
     name: str
@@ -66,40 +68,43 @@ class Code:
 def fit_ternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """c = sign(w) where |w| > t, else 0;  s = mean of those |w|;  rho = mean (w - s c)^2 with s as stored.
 
-    The best code maximises (sum of the kept |w|)^2 / (number kept). A closed-form t and one Lloyd step (t = s / 2) are
-    within 0.04 % of the least error on average over Gaussian blocks; only the blocks where the error stays large, those
-    of a few heavy weights, are sorted for the exact optimum.
+    The best code maximises (sum of the kept |w|)^2 / (number kept), the energy that it takes from the error. The border
+    t = 0.49 sum w^2 / sum |w| is within 0.15 % of the least error on average over Gaussian blocks. Only the blocks that
+    are far from Gaussian are sorted for the exact optimum.
 
     weights: (..., B) float32 - any strides; fastest on a CPU where B is the slow axis in memory
-    indices: (..., B) uint8 - 0, 1, 2 for -1, 0, 1; the weights' strides
+    indices: (..., B) float32 - 0, 1, 2 for -1, 0, 1; the weights' strides
     scales:  (...,) float16 - s; 0 for a block of zeros and where s is less than half of FP16's least number
     errors:  (...,) bfloat16 - rho
-    A NaN or infinite weight makes the error of its block NaN. Raises UnsupportedError where s exceeds FP16.
-    Source: formats/SPEC.md, Sketch; Lloyd, "Least squares quantization in PCM", 1982.
+    A NaN or infinite weight makes the error of its block NaN or infinite. Raises UnsupportedError where s exceeds FP16.
+    Source: formats/SPEC.md, Sketch.
     """
+    # A pass over the weights costs more than all that is computed a block, so there are few, over two arrays beside the
+    # weights, and all in float32: a mask through out= runs four times as fast on a CPU as a boolean one. A block of
+    # zeros makes NaN here, and is hard.
     magnitude = weights.abs()
-    kept = torch.empty_like(magnitude)
-    work = torch.empty_like(magnitude)
-    energy = torch.mul(magnitude, magnitude, out=work).sum(-1)
-    threshold = energy / magnitude.sum(-1).clamp_min_(torch.finfo(torch.float32).tiny) * _TERNARY_START
-    total, count = _keep(magnitude, threshold, kept, work)
-    threshold = total / count * 0.5
-    total, count = _keep(magnitude, threshold, kept, work)
+    work = torch.mul(magnitude, magnitude)
+    energy = work.sum(-1)
+    border = energy / magnitude.sum(-1) * _TERNARY_BORDER
+    kept = torch.gt(magnitude, border.unsqueeze(-1), out=work)
+    count = kept.sum(-1)
+    total = magnitude.mul_(kept).sum(-1)
+    indices = kept.copysign_(weights).add_(1.0)
     scale = total / count
-    hard = total * scale < (1 - _TERNARY_HARD) * energy
-    if bool(hard.any()):
-        chosen = magnitude[hard]
-        exact = _best_ternary_scale(chosen) * 0.5
-        mask = (chosen > exact.unsqueeze(-1)).float()
-        threshold[hard] = exact
-        kept[hard] = mask
-        scale[hard] = (mask * chosen).sum(-1) / mask.sum(-1).clamp_min_(1.0)
-    scales = _stored_scales(scale, energy, magnitude)
-    errors = _mean_square(torch.mul(kept, scales.float().unsqueeze(-1), out=work).sub_(magnitude))
-    border = threshold.unsqueeze(-1)
-    torch.ge(weights, -border, out=kept)
-    indices = kept.add_(torch.gt(weights, border, out=work)).to(torch.uint8)
-    return indices, scales, errors
+    gain = total * scale
+    hard = _hard_blocks(gain / energy, count)
+    if hard is None:
+        scales = scale.to(torch.float16)
+        errors = _ternary_errors(energy - gain, count, scale, scales)
+    else:
+        chosen = weights[hard]
+        codes, scale[hard] = _sort_ternary(chosen)
+        indices[hard] = codes + 1.0
+        scales = scale.to(torch.float16)
+        errors = _ternary_errors(energy - gain, count, scale, scales)
+        errors[hard] = (codes * scales[hard].float().unsqueeze(-1) - chosen).square_().mean(-1)
+    _refuse_overflow(errors, weights)
+    return indices, scales, errors.to(torch.bfloat16)
 
 
 def fit_quaternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,22 +126,32 @@ def fit_quaternary(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = kept.sum(-1)
         total = torch.mul(kept, magnitude, out=work).sum(-1)
         scale = (half_total + total) / (quarter + 2 * count)
-    scales = _stored_scales(scale, energy, magnitude)
+    scales = scale.to(torch.float16)
     stored = scales.float().unsqueeze(-1)
     torch.gt(magnitude, stored, out=kept)
-    errors = _mean_square(torch.mul(kept.add_(0.5), stored, out=work).sub_(magnitude))
+    errors = torch.mul(kept.add_(0.5), stored, out=work).sub_(magnitude).square_().mean(-1)
+    _refuse_overflow(errors, weights)
     torch.ge(weights, -stored, out=kept)
     kept.add_(torch.ge(weights, 0.0, out=work))
-    indices = kept.add_(torch.gt(weights, stored, out=work)).to(torch.uint8)
-    return indices, scales, errors
+    indices = kept.add_(torch.gt(weights, stored, out=work))
+    return indices, scales, errors.to(torch.bfloat16)
 
 
-def _keep(magnitude: Tensor, threshold: Tensor, kept: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number (at least 1) of the magnitudes above a threshold; `kept` becomes their mask in float32."""
-    # A float32 mask through out= runs four times as fast on a CPU as a boolean one and its product.
-    torch.gt(magnitude, threshold.unsqueeze(-1), out=kept)
-    total = torch.mul(kept, magnitude, out=work).sum(-1)
-    return total, kept.sum(-1).clamp_min_(1.0)
+def _hard_blocks(share: Tensor, count: Tensor) -> Tensor | None:
+    """Mask of the blocks that the closed-form border does not suit, non-finite ones among them; None for no block."""
+    least, most = _TERNARY_SHARE
+    lowest, highest = torch.aminmax(share)
+    if float(lowest) >= least and float(highest) <= most and float(count.min()) >= _TERNARY_COUNT:
+        return None  # NaN would have made every comparison false
+    return ~((share >= least) & (share <= most) & (count >= _TERNARY_COUNT))
+
+
+def _sort_ternary(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The best codes (n, B), float32 of -1, 0, 1, and their scales (n,) of weights (n, B)."""
+    magnitude = weights.abs()
+    kept = (magnitude > 0.5 * _best_ternary_scale(magnitude).unsqueeze(-1)).float()
+    scale = (kept * magnitude).sum(-1) / kept.sum(-1).clamp_min_(1.0)
+    return kept.copysign_(weights), scale
 
 
 def _best_ternary_scale(magnitude: Tensor) -> Tensor:
@@ -147,21 +162,22 @@ def _best_ternary_scale(magnitude: Tensor) -> Tensor:
     return means.gather(-1, best).squeeze(-1)
 
 
-def _stored_scales(scale: Tensor, energy: Tensor, magnitude: Tensor) -> Tensor:
-    stored = scale.to(torch.float16)
-    # One sum instead of two isfinite: any infinity or NaN shows in it, and finite scales keep it far below overflow.
-    total = float(torch.sum(stored, dtype=torch.float32) + energy.sum())
+def _ternary_errors(left: Tensor, count: Tensor, scale: Tensor, stored: Tensor) -> Tensor:
+    """rho = (L + m (s' - s)^2) / B in float32: L is left out by the mean s of m kept weights, s' is stored.
+
+    No pass over the weights: the error is least at the mean, and grows from there by m (s' - s)^2.
+    """
+    return (stored - scale).square_().mul_(count).add_(left).mul_(1 / BLOCK)
+
+
+def _refuse_overflow(errors: Tensor, weights: Tensor) -> None:
+    """UnsupportedError where a scale, or an energy, is infinite although the weights are not."""
     # Weights that are not finite are the caller's to name: it knows the tensor, the expert and the row.
-    if not math.isfinite(total) and bool(torch.isfinite(magnitude).all()):
+    if not math.isfinite(float(errors.sum())) and bool(torch.isfinite(weights).all()):
         raise UnsupportedError(
-            f"a block of weights up to {float(magnitude.max()):.3g} has a scale beyond FP16 (65504)",
+            f"a block of weights up to {float(weights.abs().max()):.3g} has a scale beyond FP16 (65504)",
             "check the checkpoint: trained weights are far smaller",
         )
-    return stored
-
-
-def _mean_square(error: Tensor) -> Tensor:
-    return error.square_().mean(-1).to(torch.bfloat16)
 
 
 TERNARY = Code("ternary", (-1.0, 0.0, 1.0), per_byte=5, noise_read=0.127, noise_unread=0.667, fit=fit_ternary)
@@ -179,29 +195,29 @@ def get_code(name: str) -> Code:
         raise UsageError(f"unknown codes {name!r}", f"choose one of {', '.join(CODES)}") from None
 
 
-def pack_used(indices: Tensor, code: Code) -> Tensor:
-    """byte_b = sum over i of indices[n b + i] * base^i, missing channels as digit 0.
+def pack_digits(digits: Tensor, code: Code) -> Tensor:
+    """byte_b = sum over i of digits[i, b] * base^i.
 
-    indices: (..., I) uint8 - level indices
-    returns: (..., ceil(I / n)) uint8 - the used bytes of each row, without padding
+    digits:  (..., n, b) float32 - level indices: in row i the i-th digits of all bytes
+    returns: (..., b) uint8
     """
-    missing = -indices.shape[-1] % code.per_byte
-    padded = torch.nn.functional.pad(indices, (0, missing)) if missing else indices
-    digits = padded.reshape(*padded.shape[:-1], -1, code.per_byte).unbind(-1)
-    packed: Tensor = digits[0].clone(memory_format=torch.contiguous_format)
-    for place, digit in enumerate(digits[1:], start=1):
+    first, *others = digits.unbind(-2)
+    packed = first.clone(memory_format=torch.contiguous_format)
+    for place, digit in enumerate(others, start=1):
         packed.add_(digit, alpha=code.base**place)
-    return packed
+    return packed.to(torch.uint8)
 
 
 def pack(indices: Tensor, code: Code) -> Tensor:
-    """byte_b = sum over i of indices[n b + i] * base^i; zeros up to the row's stored length.
+    """byte_b = sum over i of indices[n b + i] * base^i, missing channels as digit 0; zeros up to the stored length.
 
-    indices: (..., I) uint8 - level indices
+    indices: (..., I) - level indices
     returns: (..., row_bytes) uint8
     """
-    used = pack_used(indices, code)
-    return torch.nn.functional.pad(used, (0, code.row_bytes(indices.shape[-1]) - used.shape[-1]))
+    channels = indices.shape[-1]
+    padded = torch.nn.functional.pad(indices.float(), (0, -channels % code.per_byte))
+    used = pack_digits(padded.reshape(*indices.shape[:-1], -1, code.per_byte).transpose(-1, -2), code)
+    return torch.nn.functional.pad(used, (0, code.row_bytes(channels) - used.shape[-1]))
 
 
 def unpack(packed: Tensor, code: Code, channels: int) -> Tensor:
