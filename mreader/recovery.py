@@ -27,7 +27,7 @@ def recovery_basis(down: Sequence[Tensor], rank: int, seed: int, each: Each = ma
     A seeded subspace iteration that keeps every subspace on its way (block Krylov): a step is one pass
     Q -> sum_e D_e (D_e^T Q) over the experts, made orthogonal to all the steps before. It ends when the energy that
     further steps would add is below 2e-4 of ||A||^2: 5 passes on trained weights, whose basis holds 20 to 30 % of that,
-    and 7 on random ones, whose basis holds 2 %. A last half pass in float32 turns the result to the singular vectors.
+    and 6 on random ones, whose basis holds 2 %. A last half pass in float32 turns the result to the singular vectors.
 
     down:    sequence of (H, I) floating point - one down projection an expert; read one at a time, several times over
     rank:    r
