@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mreader.cli.main import main
+from mreader.cli.main import _COMMANDS, _Command, main
 
 OWN_TEXT = Path(__file__).parent.parent / "mreader"
 
@@ -245,6 +245,43 @@ def test_version_and_help(mreader: Callable[..., Ran]) -> None:
     shown = mreader("--help").out
     for command in ("convert", "inspect", "verify", "restore", "generate", "eval", "push-to-hub"):
         assert command in shown
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_help_of_all_commands_is_that_of_each(name: str) -> None:
+    command = _Command(name, *_COMMANDS[name])
+    assert command.load().help.split("\n\n")[0].replace("\n", " ") == command.help
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["nonsense"], ["--nonsense"]])
+def test_what_runs_no_command_does_not_import_torch(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from mreader.cli.main import main
+sys.argv = ["mreader", *{arguments}]
+try:
+    main()
+except SystemExit:
+    sys.exit(99 if "torch" in sys.modules else 0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "first", ["", "import mreader.verify", "from mreader.convert import plan_conversion", "from mreader import load"]
+)
+def test_functions_named_like_their_modules_stay_functions(first: str) -> None:
+    code = f"""
+{first}
+import mreader
+mreader.convert.__name__, mreader.restore.__name__, mreader.verify.__name__
+from mreader import *
+import mreader.restore
+assert all(callable(getattr(mreader, name)) for name in mreader.__all__)
+assert all(callable(thing) for thing in (convert, restore, verify))
+assert set(mreader.__all__) <= set(dir(mreader))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["convert"], ["generate", "x", "--no-such-option"]])

@@ -1,42 +1,102 @@
-"""The `mreader` command."""
+"""The `mreader` command. It imports torch, which takes seconds, only for the command that is run."""
 
+import gc
+import importlib
 import os
 import signal
 import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from mreader.cli.bench import bench_app
 from mreader.cli.console import fail, stop
-from mreader.cli.convert import convert_command
-from mreader.cli.eval import eval_command
-from mreader.cli.generate import generate_command
-from mreader.cli.inspect import inspect_command
-from mreader.cli.push import push_command
-from mreader.cli.restore import restore_command
-from mreader.cli.tune import tune_command
-from mreader.cli.verify import verify_command
+
+# Name -> where it is defined, and the first paragraph of its help
+_COMMANDS = {
+    "convert": ("convert:convert_command", "Write the augmented checkpoint of SOURCE into OUT. Run again, it resumes."),
+    "inspect": ("inspect:inspect_command", "Show what an augmented checkpoint holds, and what each budget reads."),
+    "verify": (
+        "verify:verify_command",
+        "Check checksums, shapes and values; with --source, every weight bit for bit and everything computed from "
+        "them.",
+    ),
+    "restore": (
+        "restore:restore_command",
+        "Write the checkpoint that OUT was converted from into DST, file for file.",
+    ),
+    "generate": (
+        "generate:generate_command",
+        "Continue a prompt, reading only the channels that matter; prints what follows the prompt.",
+    ),
+    "eval": ("eval:eval_command", "Compare the reader with the dense model, every token of every window through both."),
+    "push-to-hub": (
+        "push:push_command",
+        "Verify an augmented checkpoint and publish it with a model card. Run again, it resumes.",
+    ),
+    "tune": ("tune:tune_command", "Find the fastest launch parameters of every kernel on this GPU, and keep them."),
+    "bench": ("bench:bench_app", "Measure on a GPU: the decode block, a whole model, DRAM reads."),
+}
+
+
+class _Command(TyperCommand):
+    """A command by name and help, which becomes the one that is defined at `home` when it is run."""
+
+    def __init__(self, name: str, home: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._home = home
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        return self.load().make_context(*arguments, **options)
+
+    def load(self) -> Any:
+        """The real command, or group of commands."""
+        module, _, defined = self._home.partition(":")
+        found = getattr(_import_at_once(f"mreader.cli.{module}"), defined)
+        around = typer.Typer()
+        if isinstance(found, typer.Typer):
+            around.add_typer(found, name=self.name)
+        else:
+            around.command(self.name)(found)
+        return typer.main.get_group(around).commands[self.name or ""]
+
+
+class _Commands(TyperGroup):
+    """The commands of the table, in its order."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, (home, help) in _COMMANDS.items():
+            self.add_command(_Command(name, home, help))
+
+
+def _import_at_once(name: str) -> Any:
+    """The module. Where it brings in torch, without collecting garbage.
+
+    So many objects are made then, to stay to the end, that looking for garbage among them over and over takes a quarter
+    of the time. Frozen, they are not looked at later either.
+    """
+    if "torch" in sys.modules:
+        return importlib.import_module(name)
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 app = typer.Typer(
     name="mreader",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("convert")(convert_command)
-app.command("inspect")(inspect_command)
-app.command("verify")(verify_command)
-app.command("restore")(restore_command)
-app.command("generate")(generate_command)
-app.command("eval")(eval_command)
-app.command("push-to-hub")(push_command)
-app.add_typer(bench_app, name="bench")
-app.command("tune")(tune_command)
 
 
 def _show_version(wanted: bool) -> None:
