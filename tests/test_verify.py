@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import mreader
 from safetensors.torch import load_file, save_file
-from sources import all_tensors, copied, edit_json, edit_tensor, make_source, shards
+from sources import all_tensors, copied, edit_json, edit_shard, edit_tensor, make_source, shards
 
 from mreader import FormatOptions
 from mreader.convert import convert
@@ -212,6 +212,49 @@ def test_another_recovery_map_that_is_as_good_is_good(source: Path, out: Path) -
     change_tensor(out, f"{PREFIX}.recovery_basis", lambda t: -t[:, order], sealed=True)
     change_tensor(out, f"{PREFIX}.recovery_coeffs", lambda t: -t[:, :, order], sealed=True)
     assert mreader("verify", out, "--source", source).code == 0
+
+
+@pytest.fixture(scope="module")
+def flat(source: Path, augmented: Path) -> tuple[Path, Path]:
+    """Random weights, and their augmented checkpoint."""
+    return source, augmented
+
+
+@pytest.fixture(scope="module")
+def decaying(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source whose down projections have main directions, as trained ones have, and its augmented checkpoint."""
+    folder = tmp_path_factory.mktemp("decaying")
+    source = make_source(folder / "source")
+    decay = (1.0 / torch.arange(1, 193)).sqrt().unsqueeze(1)
+    for shard in shards(source):
+        edit_shard(
+            shard,
+            lambda tensors: [t.mul_(decay) for name, t in tensors.items() if "experts" in name and "down" in name],
+        )
+    convert(source, folder / "out", device="cpu")
+    return source, folder / "out"
+
+
+@pytest.mark.parametrize(("lost", "code"), [(4e-4, 0), (7e-4, VERIFY)])
+@pytest.mark.parametrize("spectrum", ["flat", "decaying"])
+def test_energy_that_a_recovery_map_may_miss(
+    spectrum: str, lost: float, code: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Of all energy, as the specification says, whether U keeps a quarter of it or most: U leans towards the
+    directions that come next, by the angle at which ||U^T A||^2 falls by `lost` ||A||^2.
+    """
+    source, made = request.getfixturevalue(spectrum)
+    out = copied(made, tmp_path / "out")
+    down = all_tensors(out)[f"{PREFIX}.down_proj"].double()  # (E, I, H)
+    left, sizes, _ = torch.linalg.svd(down.flatten(0, 1).T, full_matrices=False)
+    energy = sizes.square()
+    sine = (lost * energy.sum() / (energy[:32].sum() - energy[32:64].sum())).sqrt()
+    basis = ((1 - sine.square()).sqrt() * left[:, :32] + sine * left[:, 32:64]).half()
+    change_tensor(out, f"{PREFIX}.recovery_basis", lambda t: basis, sealed=True)
+    change_tensor(out, f"{PREFIX}.recovery_coeffs", lambda t: (down @ basis.double()).half(), sealed=True)
+    ran = mreader("verify", out, "--source", source)
+    assert ran.code == code
+    assert code == 0 or f"{PREFIX}.recovery_basis (energy" in ran.cause
 
 
 def test_a_recovery_map_that_keeps_less_energy_is_found(source: Path, out: Path) -> None:
