@@ -23,13 +23,26 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Layout:
-    """How a runtime stores codes: bytes of the row of one coordinate, for a code and the channels of an expert."""
+    """How a runtime stores the sketch of an expert of I channels.
+
+    code_runs:       (code, I) -> bytes of each run that holds one coordinate's gate and up codes
+    stored_channels: I -> channels that a block's scales are stored for
+    """
 
     name: str
-    row_bytes: Callable[[Code, int], int]
+    code_runs: Callable[[Code, int], tuple[int, ...]]
+    stored_channels: Callable[[int], int]
 
 
-DISK = Layout("disk", Code.row_bytes)
+def _disk_runs(code: Code, channels: int) -> tuple[int, ...]:
+    return (code.row_bytes(channels),) * 2
+
+
+def _as_they_are(channels: int) -> int:
+    return channels
+
+
+DISK = Layout("disk", _disk_runs, _as_they_are)
 
 
 @dataclass(frozen=True)
@@ -189,13 +202,12 @@ def reads_to_k(shape: BlockShape, reads: float, coordinates: int, score: str, ra
 
 def _sketch_sectors(shape: BlockShape, coordinates: int, score: str) -> float:
     blocks = count_blocks(shape.hidden)
-    row = shape.layout.row_bytes(shape.code, shape.channels)
-    block_values = 2 * blocks * shape.channels
-    per_matrix = blocks * coordinates * _run_sectors(row, row) + _run_sectors(block_values, block_values)
-    if get_score(score).reads_errors:
-        per_matrix += _run_sectors(block_values, block_values)
+    runs = shape.layout.code_runs(shape.code, shape.channels)
+    block_values = 2 * blocks * shape.layout.stored_channels(shape.channels)
+    of_blocks = 2 * _run_sectors(block_values, block_values) * (2 if get_score(score).reads_errors else 1)
     norms = 2 * shape.channels
-    return shape.routed * (2 * per_matrix + _run_sectors(norms, norms))
+    codes = blocks * coordinates * sum(_run_sectors(run, run) for run in runs)
+    return shape.routed * (codes + of_blocks + _run_sectors(norms, norms))
 
 
 def _recovery_sectors(shape: BlockShape, rank: int) -> float:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from mreader.budget import DISK, BlockShape, Layout, Reads, channels_to_k, count_reads, reads_to_k
+from mreader.budget import BlockShape, Reads, channels_to_k, count_reads, reads_to_k
 from mreader.errors import UsageError
 from mreader.formats.codes import QUATERNARY, TERNARY
+from mreader.kernels.layout import GPU
 
 QWEN3_30B = BlockShape(hidden=2048, channels=768, routed=8, rank=32, code=TERNARY)
 OLMOE_TINY = BlockShape(hidden=256, channels=64, routed=8, rank=32, code=TERNARY)
@@ -107,8 +108,14 @@ def test_a_rank_above_the_stored_one_is_refused() -> None:
 
 
 def test_another_layout_counts_its_own_bytes() -> None:
-    two_bits = Layout("two bits", lambda code, channels: -(-channels // 128) * 32)
-    shape = BlockShape(2048, 768, 8, 32, TERNARY, layout=two_bits)
+    """2 bits a code: 12 tiles of 32 bytes a coordinate, gate and up together, instead of two rows of 160."""
+    shape = BlockShape(2048, 768, 8, 32, TERNARY, layout=GPU)
     more = count_reads(shape, 0, 80, "norm", 32).bytes - count_reads(QWEN3_30B, 0, 80, "norm", 32).bytes
-    assert more == 8 * 2 * 16 * 80 * (192 - 160)
-    assert DISK.row_bytes(TERNARY, 768) == 160
+    assert more == 8 * 16 * 80 * (12 * 32 - 2 * 160)
+
+
+def test_a_gpu_reads_whole_tiles() -> None:
+    """704 channels are 11 tiles of codes, and scales of 11 * 64 channels; 80 channels are 2 tiles."""
+    for channels, tiles in ((704, 11), (80, 2)):
+        assert GPU.code_runs(TERNARY, channels) == (tiles * 32,)
+        assert GPU.stored_channels(channels) == tiles * 64

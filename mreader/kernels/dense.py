@@ -7,7 +7,7 @@ y_n = sum over slots s of w_ns * sum_j phi(g_j . x_n) * (v_j . x_n) * d_j
 # P = N * K slots; a block is up to m slots that name the same expert
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ import triton
 from torch import Tensor
 
 from mreader.activations import Activation
-from mreader.kernels.decode import activation_kind
+from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.dense_kernel import combine_kernel, down_kernel, gate_up_kernel, plan_kernel
 from mreader.kernels.intrinsics import has_dependent_launch
 from mreader.kernels.screen import tokens_by_expert
+from mreader.kernels.tuning import LayerShape, configuration, device_name
 
 FEW_SLOTS = 64  # up to so many slots a program finds its block by itself, which is faster than one more launch
+_LARGEST_DECODE_BATCH = 128
 _PLAN_CHUNK = 4096  # slots that a program of the plan reads at a time
 _MOST_TOKENS = 16384  # at a time: K = 8 intermediate rows of each, with H = 2048, fill half a GB
 
@@ -113,7 +115,7 @@ def dense(
         return torch.cat([dense(x[p], ids[p], weights[p], gate_up, down, activation, blocks) for p in pieces])
     (N, H), K, (E, I, _) = x.shape, ids.shape[1], down.shape
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    blocks = blocks or _blocks(N * K, E, x.element_size())
+    blocks = blocks or _tuned(_blocks(N * K, E, x.element_size()), x, LayerShape(E, K, H, I))
     P, splits = N * K, blocks.splits
     few = P <= FEW_SLOTS
     a, y = x.new_empty(P, I), torch.empty_like(x)
@@ -194,6 +196,18 @@ def _plan(launch: _Launcher, ids: Tensor, experts: int, m: int) -> Plan:
     return Plan(order, blocks, count)
 
 
+def _tuned(blocks: Blocks, x: Tensor, shape: LayerShape) -> Blocks:
+    """`blocks`, and over it what tuning.toml says for decode steps in 16 bits; prefill and float32 keep to the rule."""
+    if len(x) > _LARGEST_DECODE_BATCH or x.element_size() != 2:
+        return blocks
+
+    def found(kernel: str) -> dict[str, int]:
+        return configuration(kernel, device_name(x.device), shape, len(x))
+
+    gate_up, down = replace(blocks.gate_up, **found("dense_gate_up")), replace(blocks.down, **found("dense_down"))
+    return replace(blocks, gate_up=gate_up, down=down, **found("dense"))
+
+
 def _blocks(slots: int, experts: int, element_size: int) -> Blocks:
     """Meta-parameters that suit a Hopper GPU, with no more than 96 KiB of shared memory, so that they run on others.
 
@@ -204,11 +218,9 @@ def _blocks(slots: int, experts: int, element_size: int) -> Blocks:
     if average <= 9:
         # Weights are a stream past a few tokens: many programs, deep pipelines.
         gate_up = Tile(32, 64 * wide, 4, 4)
-        if slots <= FEW_SLOTS:
-            return Blocks(16, gate_up, Tile(64, 32 * wide, 4, 4), splits=2 if slots <= 16 else 1, ahead=2)
-        return Blocks(16, gate_up, Tile(128, 32 * wide, 4, 4))
+        return Blocks(16, gate_up, Tile(128, 32 * wide, 4, 4), splits=2 if slots <= 16 else 1)
     if average <= 20:
-        return Blocks(32, Tile(32, 64 * wide, 4, 4), Tile(128, 32 * wide, 4, 4))
+        return Blocks(32, Tile(64, 32 * wide, 4, 4), Tile(128, 32 * wide, 4, 4))
     if average <= 48:
         return Blocks(64, Tile(64, 32 * wide, 4, 4), Tile(128, 32 * wide, 4, 4))
     return Blocks(128, Tile(64, 32 * wide, 8, 3), Tile(128, 32 * wide, 8, 3))

@@ -1,0 +1,124 @@
+"""The kept channels from their native weights: one program a (group of kept channels, token); then the token's sum."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from mreader.kernels.activation_kernel import activate
+from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
+
+
+@triton.jit
+def exact_kernel(
+    x,  # (N, H) any float
+    rows,  # (N, k) int64, from select_kernel
+    ids,  # (N, K) int
+    skipped,  # (N, K, I) float32: w_e p_j of the channels that were not kept, 0 of the others
+    gate_up,  # (E, 2, I, H)
+    down,  # (E, I, H)
+    coeffs,  # (E, I, stored rank) float16
+    outputs,  # (N, P, H) float32, written: sum of w_e a_j d_j over the group
+    recovery,  # (N, K, RANK_UP) float32, written: sum over skipped j of w_e p_j b_j
+    experts,
+    slots,
+    k,
+    groups,
+    stored_rank,
+    hidden: tl.constexpr,
+    channels: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_UP: tl.constexpr,
+    HIDDEN_UP: tl.constexpr,
+    CHANNELS: tl.constexpr,  # side by side
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,  # channels of a recovery program's step
+    DEPENDENT: tl.constexpr,
+):
+    """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the last K: recovery of a slot."""
+    program, token = tl.program_id(0), tl.program_id(1)
+    if program < groups:
+        h = tl.arange(0, HIDDEN_UP)
+        inside = h < hidden
+        token_x = tl.load(x + token.to(tl.int64) * hidden + h, mask=inside, other=0.0).to(tl.float32)
+        y = tl.zeros((HIDDEN_UP,), tl.float32)
+        wait_for_earlier(DEPENDENT)
+        let_next_start(DEPENDENT)
+        for step in tl.static_range(STEPS):
+            at = (program * STEPS + step) * CHANNELS + tl.arange(0, CHANNELS)
+            row_and_weight = tl.load(rows + token * k + at, mask=at < k, other=-1)
+            row = row_and_weight.to(tl.int32)
+            weight = (row_and_weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            # Nothing to do costs the same as channel 0, which lies in the cache by then.
+            expert, j = tl.maximum(row, 0) // channels, tl.maximum(row, 0) % channels
+            from_gate = gate_up + (expert * 2 * channels + j).to(tl.int64) * hidden
+            matrix = tl.arange(0, 2)[None, :, None] * (channels * hidden)
+            from_down = down + tl.maximum(row, 0).to(tl.int64) * hidden
+            out = tl.load(from_down[:, None] + h[None, :], mask=inside[None, :], other=0.0)
+            both = tl.load(from_gate[:, None, None] + matrix + h[None, None, :], mask=inside[None, None, :], other=0.0)
+            gate, up = tl.split(tl.sum(both.to(tl.float32) * token_x[None, None, :], axis=2))
+            phi, _ = activate(gate, ACTIVATION)
+            a = tl.where(row >= 0, weight * phi * up, 0.0)
+            y += tl.sum(a[:, None] * out.to(tl.float32), axis=0)
+        tl.store(outputs + (token.to(tl.int64) * groups + program) * hidden + h, y, mask=inside)
+    elif RANK > 0:
+        r = tl.arange(0, RANK_UP)
+        here = token * slots + program - groups
+        e = tl.load(ids + here).to(tl.int64)
+        of_expert = coeffs + tl.where((e >= 0) & (e < experts), e, 0) * channels * stored_rank
+        sums = tl.zeros((ROWS, RANK_UP), tl.float32)
+        wait_for_earlier(DEPENDENT)
+        let_next_start(DEPENDENT)
+        for first in range(0, channels, ROWS):
+            c = first + tl.arange(0, ROWS)
+            exists = c < channels
+            b = tl.load(
+                of_expert + c[:, None] * stored_rank + r[None, :], mask=exists[:, None] & (r < RANK)[None, :], other=0.0
+            )
+            wp = tl.load(skipped + here.to(tl.int64) * channels + c, mask=exists, other=0.0)
+            sums += wp[:, None] * b.to(tl.float32)
+        tl.store(recovery + here * RANK_UP + r, tl.sum(sums, axis=0))
+
+
+@triton.jit
+def finish_kernel(
+    outputs,  # (N, P, H) float32
+    recovery,  # (N, K, RANK_UP) float32
+    basis,  # (H, stored rank) float16
+    y,  # (N, H) any float, written
+    hidden,
+    groups,
+    slots,
+    stored_rank,
+    RANK: tl.constexpr,
+    RANK_UP: tl.constexpr,
+    GROUPS_UP: tl.constexpr,
+    SLOTS_UP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j."""
+    token = tl.program_id(1).to(tl.int64)
+    h, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_UP)
+    group, slot = tl.arange(0, GROUPS_UP), tl.arange(0, SLOTS_UP)
+    inside = h < hidden
+    if RANK > 0:
+        u = tl.load(
+            basis + h[:, None] * stored_rank + r[None, :], mask=inside[:, None] & (r < RANK)[None, :], other=0.0
+        )
+    wait_for_earlier(DEPENDENT)
+    let_next_start(DEPENDENT)
+    parts = tl.load(
+        outputs + (token * groups + group)[:, None] * hidden + h[None, :],
+        mask=(group < groups)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    total = tl.sum(parts, axis=0)
+    if RANK > 0:
+        parts = tl.load(
+            recovery + (token * slots + slot)[:, None] * RANK_UP + r[None, :], mask=(slot < slots)[:, None], other=0.0
+        )
+        left = tl.sum(parts, axis=0)
+        total += tl.sum(u.to(tl.float32) * left[None, :], axis=1)
+    tl.store(y + token * hidden + h, total.to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,78 @@
+"""Rotate a token and pick its coordinates: one program a (block, token)."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from mreader.kernels.intrinsics import let_next_start, pack_halves, wait_for_earlier
+
+_SCALE = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
+_LARGEST = tl.constexpr(14)  # the exponent that the largest |Rx| of a block gets: FP16 ends below 2^16
+
+
+@triton.jit
+def _hadamard(ORDER: tl.constexpr):
+    """(ORDER, ORDER) float32 of +-1 in Sylvester's order: entry (i, j) is minus one to the number of bits of i & j."""
+    i = tl.arange(0, ORDER)
+    common = i[:, None] & i[None, :]
+    common ^= common >> 2
+    common ^= common >> 1
+    return (1 - 2 * (common & 1)).to(tl.float32)
+
+
+@triton.jit
+def rotate_kernel(
+    x,  # (N, H) any float
+    signs,  # (H,) int8
+    offsets,  # (N, nb, 4, 32) int32, written: coordinate * stride of the (4 s + i)-th largest |Rx| at (i, s)
+    values,  # (N, nb, 4, 32) int32, written: its x', twice the same FP16
+    blocks,  # (N, nb, 4) float32, written: 2^24 / 2^e, sum of the picked Rx, energy picked, energy not picked
+    histogram,  # (N, HISTOGRAM) int32, cleared for the screen
+    hidden,
+    stride,
+    COORDINATES: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    CLEARED: tl.constexpr,  # by each program
+    DEPENDENT: tl.constexpr,
+):
+    """x' = Rx 2^e, e such that the largest of the block lies in [2^14, 2^15).
+
+    Hadamard_128 = Hadamard_8 (x) Hadamard_16, coordinate i = 16 a + b: 3072 products instead of 16384.
+    A coordinate's place is the number of larger ones, equals counted from the left: ties go to the lower coordinate.
+    """
+    block, token, nb = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
+    sign = tl.load(signs + at, mask=at < hidden, other=0).to(tl.float32)
+    wait_for_earlier(DEPENDENT)
+    let_next_start(DEPENDENT)
+    signed = tl.load(x + token.to(tl.int64) * hidden + at, mask=at < hidden, other=0.0).to(tl.float32) * sign
+    row = token * nb + block
+    cleared = block * CLEARED + tl.arange(0, triton.next_power_of_2(CLEARED))
+    mine = (cleared < block * CLEARED + CLEARED) & (cleared < HISTOGRAM)
+    tl.store(histogram + token.to(tl.int64) * HISTOGRAM + cleared, tl.zeros_like(cleared), mask=mine)
+
+    # Every sum runs along the first axis, which lies within a thread: no shuffles.
+    half = tl.sum(signed[:, :, None] * _hadamard(16)[:, None, :], axis=0)
+    rotated = tl.sum(half[:, None, :] * _hadamard(8)[:, :, None], axis=0) * _SCALE
+    rx = tl.reshape(rotated, (128,))
+
+    i = tl.arange(0, 128)
+    size = tl.abs(rx)
+    ahead = (size[:, None] > size[None, :]) | ((size[:, None] == size[None, :]) & (i[:, None] < i[None, :]))
+    place = tl.sum(ahead.to(tl.int32), axis=0)
+    picked = place < COORDINATES
+
+    exponent = (tl.max(size, axis=0).to(tl.int32, bitcast=True) >> 23) - 127
+    shift = tl.minimum(tl.maximum(_LARGEST - exponent, -100), 100)
+    up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+    down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    rounded = (rx * up).to(tl.float16).to(tl.float32)
+    to = row * 128 + (place % 4) * 32 + place // 4
+    tl.store(offsets + to, i * stride, mask=picked)
+    tl.store(values + to, pack_halves(rounded, rounded), mask=picked)
+    energy = rx * rx
+    tl.store(blocks + row * 4, down * 16777216.0)
+    tl.store(blocks + row * 4 + 1, tl.sum(tl.where(picked, rounded, 0.0), axis=0) * down)
+    tl.store(blocks + row * 4 + 2, tl.sum(tl.where(picked, energy, 0.0), axis=0))
+    tl.store(blocks + row * 4 + 3, tl.sum(tl.where(picked, 0.0, energy), axis=0))
