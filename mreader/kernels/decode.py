@@ -154,8 +154,8 @@ class Stages:
             return torch.empty(shape, dtype=dtype, device=x.device)
 
         N, K, I = self.tokens, self.slots, self.channels
-        self.offsets = empty(N, self.nb, 4, 32, dtype=torch.int32)
-        self.values = empty(N, self.nb, 4, 32, dtype=torch.int32)
+        self.offsets = empty(N, self.nb, 8, 4, 4, dtype=torch.int32)
+        self.values = empty(N, self.nb, 8, 4, 4, dtype=torch.int32)
         self.block_info = empty(N, self.nb, 4)
         self.histogram = empty(N, _HISTOGRAM["COARSE"] + _HISTOGRAM["FINE"], dtype=torch.int32)
         self.keys = empty(N, K, I, dtype=torch.int32)

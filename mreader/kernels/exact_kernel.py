@@ -44,7 +44,6 @@ def exact_kernel(
         token_x = tl.load(x + token.to(tl.int64) * hidden + h, mask=inside, other=0.0).to(tl.float32)
         y = tl.zeros((HIDDEN_UP,), tl.float32)
         wait_for_earlier(DEPENDENT)
-        let_next_start(DEPENDENT)
         for step in tl.static_range(STEPS):
             at = (program * STEPS + step) * CHANNELS + tl.arange(0, CHANNELS)
             row_and_weight = tl.load(rows + token * k + at, mask=at < k, other=-1)
@@ -61,6 +60,7 @@ def exact_kernel(
             phi, _ = activate(gate, ACTIVATION)
             a = tl.where(row >= 0, weight * phi * up, 0.0)
             y += tl.sum(a[:, None] * out.to(tl.float32), axis=0)
+        let_next_start(DEPENDENT)
         tl.store(outputs + (token.to(tl.int64) * groups + program) * hidden + h, y, mask=inside)
     elif RANK > 0:
         r = tl.arange(0, RANK_UP)

@@ -25,8 +25,8 @@ def _hadamard(ORDER: tl.constexpr):
 def rotate_kernel(
     x,  # (N, H) any float
     signs,  # (H,) int8
-    offsets,  # (N, nb, 4, 32) int32, written: coordinate * stride of the (4 s + i)-th largest |Rx| at (i, s)
-    values,  # (N, nb, 4, 32) int32, written: its x', twice the same FP16
+    offsets,  # (N, nb, 8, 4, 4) int32, written: coordinate * stride of the (16 g + 4 s + i)-th |Rx| at (g, i, s)
+    values,  # the same shape, int32, written: its x', twice the same FP16
     blocks,  # (N, nb, 4) float32, written: 2^24 / 2^e, sum of the picked Rx, energy picked, energy not picked
     histogram,  # (N, HISTOGRAM) int32, cleared for the screen
     hidden,
@@ -68,7 +68,8 @@ def rotate_kernel(
     up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
     down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     rounded = (rx * up).to(tl.float16).to(tl.float32)
-    to = row * 128 + (place % 4) * 32 + place // 4
+    # The screen reads 4 coordinates a step: one load of 16 bytes brings a lane 4 steps, and those of a warp are a run.
+    to = row * 128 + (place // 16) * 16 + (place % 4) * 4 + place // 4 % 4
     tl.store(offsets + to, i * stride, mask=picked)
     tl.store(values + to, pack_halves(rounded, rounded), mask=picked)
     energy = rx * rx

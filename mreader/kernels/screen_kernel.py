@@ -20,8 +20,8 @@ def screen_kernel(
     codes,  # (E, nb * 128, T, 2, 4) int32: words of 16 codes, gate before up
     scales,  # (E, T, nb, 2, 64) float16
     noise,  # (E, T, nb, 2, 64): the scales, or bfloat16 errors where SCORE is "rho"
-    offsets,  # (N, nb, 4, 32) int32, from rotate_kernel
-    values,  # (N, nb, 4, 32) int32, from rotate_kernel
+    offsets,  # (N, nb, 8, 4, 4) int32, from rotate_kernel
+    values,  # (N, nb, 8, 4, 4) int32, from rotate_kernel
     blocks,  # (N, nb, 4) float32, from rotate_kernel
     ids,  # (N, K) int
     weights,  # (N, K) any float
@@ -95,7 +95,7 @@ def screen_kernel(
         block = first + tl.arange(0, BLOCKS)[None, :, None]
         live = block < nb
         block = tl.minimum(block, nb - 1)
-        of_list = ((token * nb + block) * 128 + place * 32 + word * 0)[:, :, :, None] + step
+        of_list = ((token * nb + block) * 128 + place * 4 + word * 0)[:, :, :, None] + step
         # Not contiguous in the third axis. Said to be, it makes the lanes of a warp run along words, then places, as
         # those of the codes do: everything meets in registers.
         list_offsets = tl.max_contiguous(offsets + of_list, [1, 1, 2, 4])
@@ -184,8 +184,8 @@ def _load_words(
 @triton.jit
 def _load_four(list_offsets, list_values, rows, place, AT: tl.constexpr, COORDINATES: tl.constexpr):
     """4 steps of 4 coordinates: the words (4, blocks, 8) of each step, and its x'."""
-    o0, o1, o2, o3 = _split_four(tl.load(list_offsets + AT // 4))
-    x0, x1, x2, x3 = _split_four(tl.load(list_values + AT // 4))
+    o0, o1, o2, o3 = _split_four(tl.load(list_offsets + AT))
+    x0, x1, x2, x3 = _split_four(tl.load(list_values + AT))
     w0, x0 = _load_step(rows, o0, x0, place, AT, COORDINATES)
     w1, x1 = _load_step(rows, o1, x1, place, AT + 4, COORDINATES)
     w2, x2 = _load_step(rows, o2, x2, place, AT + 8, COORDINATES)
