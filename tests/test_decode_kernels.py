@@ -1,0 +1,806 @@
+"""The sparse kernels, stage by stage and as a whole, against their formulas in float64, at odd shapes.
+
+Every stage is compared on what the stages before it made: a channel that rounding moves across the border of the
+selection changes the output by more than any error of arithmetic, and is no error itself.
+"""
+
+# N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert, nb blocks of 128
+# C = nb * 128 coordinates, T tiles of 64 channels
+
+import functools
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mreader.activations import _FUNCTIONS, get_activation
+from mreader.errors import UnsupportedError
+from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, pack, unpack, values
+from mreader.kernels import decode as module
+from mreader.kernels.activation_kernel import activate, activation_kind
+from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, repack
+from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_tiles
+from mreader.kernels.select import top_k_mask
+from mreader.reader import ExpertLayer, ReadSettings, read
+from mreader.sketch import draw_signs, hadamard, sketch_matrices
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STORED_RANK = 8
+# The output is rounded once: at 2^-11 (FP16) and 2^-9 (BF16, which the interpreter cuts off at 2^-8 instead). float32:
+# sums of up to 2,000 products.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SUMS = ROUNDING[torch.float32]  # whatever the weights are, the kernels sum in float32
+RECOVERY = 3e-4  # estimates are off by 0.2 %, most of that by chance, and what is recovered is a part of the output
+
+
+def gaussian(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+# ---------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one run of the stages is made of.
+
+    ids:            (N, K) - routed experts of 0..E-1, and sentinels
+    shape:          E, H, I
+    dtype:          of the token and the weights
+    routing_dtypes: of ids and routing weights
+    """
+
+    name: str
+    ids: tuple[tuple[int, ...], ...]
+    shape: tuple[int, int, int]
+    settings: ReadSettings
+    code: Code
+    dtype: torch.dtype
+    blocks: Blocks
+    activation: str = "silu"
+    routing_dtypes: tuple[torch.dtype, torch.dtype] = (torch.int64, torch.float32)
+
+    @property
+    def k(self) -> int:
+        return min(self.settings.k, len(self.ids[0]) * self.shape[2])
+
+
+FOUR, EIGHT = (Blocks(screen_warps=warps, exact_channels=8, finish_columns=64) for warps in (4, 8))
+
+CASES = [
+    # Sentinels on both sides of 0..E-1, a token without any expert.
+    Case(
+        "three-tokens",
+        ((4, 0), (-1, 3), (5, -1)),
+        (5, 192, 80),
+        ReadSettings(40, 37, "variance", 8),
+        TERNARY,
+        torch.bfloat16,
+        FOUR,
+    ),
+    # 80 coordinates, as converters store; 6 channels in the last tile, 2 columns in the last block; an expert twice.
+    Case(
+        "defaults",
+        ((3, 3),),
+        (5, 130, 70),
+        ReadSettings(30, 80, "variance", 8),
+        QUATERNARY,
+        torch.float16,
+        EIGHT,
+        "gelu_pytorch_tanh",
+        (torch.int32, torch.bfloat16),
+    ),
+    # A rank that is no power of two, below the stored one; a program of two steps, the last step partly empty.
+    Case(
+        "two-steps",
+        ((2, 0),),
+        (3, 192, 70),
+        ReadSettings(33, 37, "rho", 5),
+        TERNARY,
+        torch.float16,
+        replace(FOUR, exact_channels=2, exact_steps=2, screen_loads=1),
+        "gelu",
+    ),
+    # More blocks than a program has side by side, and no multiple of them; all coordinates in groups of 2 loads.
+    Case(
+        "all-coordinates",
+        ((1,),),
+        (2, 580, 66),
+        ReadSettings(20, 128, "rho", 3),
+        QUATERNARY,
+        torch.float32,
+        replace(FOUR, screen_loads=2),
+    ),
+    # One coordinate a block, no recovery, fewer channels than a tile.
+    Case("one-coordinate", ((0, 1, 6),), (6, 130, 10), ReadSettings(7, 1, "norm", 0), TERNARY, torch.float32, EIGHT),
+    Case(
+        "norm-quaternary",
+        ((2,),),
+        (3, 128, 64),
+        ReadSettings(9, 37, "norm", 8),
+        QUATERNARY,
+        torch.bfloat16,
+        FOUR,
+        "relu",
+    ),
+]
+_REAL_IDS = tuple(tuple((3 * n + 2 * s) % 16 for s in range(8)) for n in range(3))
+REAL = [
+    Case(name, _REAL_IDS, shape, ReadSettings(704, 80, "variance", 8), code, torch.bfloat16, Blocks(), activation)
+    for name, shape, code, activation in [
+        ("qwen3-30b-a3b", (16, 2048, 768), TERNARY, "silu"),
+        ("qwen3-30b-a3b-quaternary", (16, 2048, 768), QUATERNARY, "silu"),
+        ("gemma4-26b", (16, 2816, 704), TERNARY, "gelu_pytorch_tanh"),  # 22 blocks: no multiple of 4 or 8
+    ]
+]
+THREE_TOKENS = CASES[0]
+
+
+def make_layer(case: Case, seed: int = 0) -> ExpertLayer:
+    """Gaussian weights that keep g . x near 1, sketched as a converter does; orthonormal directions at random."""
+    E, H, I = case.shape
+    gate_up = (gaussian(E, 2, I, H, seed=seed) / H**0.5).to(case.dtype)
+    down = (gaussian(E, I, H, seed=seed + 1) / I**0.5).to(case.dtype)
+    signs = draw_signs(H, seed=0, layer=0).to(DEVICE)
+    sketch = sketch_matrices(gate_up.flatten(0, 1).unbind(), signs, case.code)
+    basis = torch.linalg.qr(gaussian(H, STORED_RANK, seed=seed + 2)).Q
+    return ExpertLayer(
+        gate_up=gate_up,
+        down=down,
+        codes=sketch.codes.unflatten(0, (E, 2)),
+        scales=sketch.scales.unflatten(0, (E, 2)),
+        errors=sketch.errors.unflatten(0, (E, 2)),
+        signs=signs,
+        down_norms=down.float().norm(dim=-1).half(),
+        basis=basis.half(),
+        coeffs=(down.float() @ basis).half(),
+        code=case.code,
+        activation=get_activation(case.activation),
+    )
+
+
+def make_inputs(case: Case, seed: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids, weights; routing weights of both signs."""
+    ids_dtype, weights_dtype = case.routing_dtypes
+    x = gaussian(len(case.ids), case.shape[1], seed=seed).to(case.dtype)
+    weights = gaussian(len(case.ids), len(case.ids[0]), seed=seed + 1).to(weights_dtype)
+    return x, torch.tensor(case.ids, dtype=ids_dtype, device=DEVICE), weights
+
+
+# ---------------------------------------------------------------- the formulas
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The definition of docs/reader.md in float64, slot by slot. Slots that no expert serves hold zeros.
+
+    rx:     (N, nb, 128)
+    listed: (N, nb, coordinates) int64 - the largest |Rx| of each block, in order
+    picked: (N, nb, 128) bool - the same
+    p:      (N, K, I) - w_e phi(ghat_j) vhat_j
+    score:  (N, K, I)
+    """
+
+    rx: Tensor
+    listed: Tensor
+    picked: Tensor
+    p: Tensor
+    score: Tensor
+
+
+def served(ids: Tensor, experts: int) -> Iterator[tuple[int, int, int]]:
+    """Token, slot and expert."""
+    for n, token_ids in enumerate(ids.tolist()):
+        for s, e in enumerate(token_ids):
+            if 0 <= e < experts:
+                yield n, s, e
+
+
+def rotate_by_definition(x: Tensor, signs: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(x.double() * signs, (0, -x.shape[1] % BLOCK))
+    blocks: Tensor = padded.unflatten(1, (-1, BLOCK))
+    return blocks @ hadamard(BLOCK).to(x.device).double() / math.sqrt(BLOCK)
+
+
+def largest(numbers: Tensor, number: int) -> Tensor:
+    """(..., number) int64: where the largest of the last axis are, in order; ties to the lower index."""
+    return torch.sort(numbers, dim=-1, descending=True, stable=True).indices[..., :number]
+
+
+def formula(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Formula:
+    E, I, _ = layer.down.shape
+    rx = rotate_by_definition(x, layer.signs)
+    listed = largest(rx.abs(), settings.coordinates)
+    picked = torch.zeros_like(rx, dtype=torch.bool).scatter(-1, listed, True)
+    seen, missed = torch.where(picked, rx, 0.0), torch.where(picked, 0.0, rx)
+    energy_in, energy_out = seen.square().sum(-1), missed.square().sum(-1)
+    p, score = (rx.new_zeros(*ids.shape, I) for _ in range(2))
+    for n, s, e in served(ids, E):
+        w, code, scales = weights[n, s].double(), layer.code, layer.scales[e].double()
+        levels = values(unpack(layer.codes[e], code, I), code).double()
+        gate, up = seen[n].flatten() @ (levels * scales.repeat_interleave(BLOCK, 1))
+        phi, slope = layer.activation.function(gate), layer.activation.derivative(gate)
+        p[n, s] = w * phi * up
+        norm, recovered = layer.down_norms[e].double(), layer.coeffs[e, :, : settings.rank].double().square().sum(-1)
+        if settings.score == "norm":
+            score[n, s] = p[n, s].abs() * norm
+            continue
+        if settings.score == "rho":
+            gate_error, up_error = (energy_in[n] + energy_out[n]) @ layer.errors[e].double()
+        else:
+            gate_error, up_error = (code.noise_read * energy_in[n] + code.noise_unread * energy_out[n]) @ scales**2
+        variance = (slope * up) ** 2 * gate_error + phi**2 * up_error + slope**2 * gate_error * up_error
+        score[n, s] = p[n, s] ** 2 * (norm**2 - recovered) + w**2 * variance * norm**2
+    return Formula(rx, listed, picked, p, score)
+
+
+def exact_by_definition(x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor, layer: ExpertLayer) -> Tensor:
+    """y = sum over kept j of w_e phi(g_j . x) (v_j . x) d_j."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for n, s, e in served(ids, len(layer.down)):
+        gate, up = layer.gate_up[e].double() @ x[n].double()
+        a = torch.where(kept[n, s], layer.activation.function(gate) * up, 0.0)
+        y[n] += weights[n, s].double() * (a @ layer.down[e].double())
+    return y
+
+
+def left_by_definition(p: Tensor, ids: Tensor, kept: Tensor, layer: ExpertLayer, rank: int) -> Tensor:
+    """(N, rank): sum over skipped j of w_e p_j b_j."""
+    left = p.new_zeros(len(ids), rank, dtype=torch.float64)
+    for n, s, e in served(ids, len(layer.down)):
+        left[n] += torch.where(kept[n, s], 0.0, p[n, s].double()) @ layer.coeffs[e, :, :rank].double()
+    return left
+
+
+# ---------------------------------------------------------------- a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """The stages of a case, run one after the other, and their inputs.
+
+    estimated: (N, K, I) float32 - w_e p_j as the screen left them
+    """
+
+    case: Case
+    layer: ExpertLayer
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    stages: Stages
+    estimated: Tensor
+    formula: Formula
+
+    @property
+    def served(self) -> Tensor:
+        """(N, K) bool."""
+        return (self.ids >= 0) & (self.ids < len(self.layer.down))
+
+    @property
+    def picked(self) -> Tensor:
+        """(N, nb, COORDINATES) int64: the coordinates of a block in the order of their list."""
+        return self._listed(self.stages.offsets).long() // self.stages.layer.tiles.codes.stride(1)
+
+    @property
+    def picked_values(self) -> Tensor:
+        """(N, nb, COORDINATES, 2) float64: x' of each, twice."""
+        return self._listed(self.stages.values).contiguous().view(torch.float16).unflatten(-1, (-1, 2)).double()
+
+    @property
+    def score(self) -> Tensor:
+        """(N, K, I) float64: what the keys say; -1 where there is no expert."""
+        numbers = (self.stages.keys - 1).clamp_min(0).view(torch.float32).double()
+        return torch.where(self.stages.keys > 0, numbers, -1.0)
+
+    @functools.cached_property
+    def kept(self) -> Tensor:
+        """(N, K, I) bool: the rows of the list that name a slot's expert and carry its weight."""
+        rows, carried = unpack_rows(self.stages.rows)
+        kept = torch.zeros_like(self.estimated, dtype=torch.bool)
+        channels = self.case.shape[2]
+        for n, s, e in served(self.ids, self.case.shape[0]):
+            mine = (rows[n] // channels == e) & (carried[n] == self.weights[n, s].float())
+            kept[n, s, rows[n][mine] % channels] = True
+        return kept
+
+    def _listed(self, places: Tensor) -> Tensor:
+        """(N, nb, 8, 4, 4), the (16 g + 4 s + i)-th at (g, i, s), -> (N, nb, COORDINATES)."""
+        in_order: Tensor = places.mT.flatten(2)
+        return in_order[..., : self.case.settings.coordinates]
+
+
+def unpack_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., k) int64 -> row (..., k) int64, -1 for none; weight (..., k) float32."""
+    halves = rows.view(torch.int32).unflatten(-1, (-1, 2))
+    return halves[..., 0].long(), halves[..., 1].contiguous().view(torch.float32)
+
+
+@functools.cache
+def run_of(case: Case) -> Run:
+    layer = make_layer(case)
+    x, ids, weights = make_inputs(case)
+    stages = Stages(x, ids, weights, repack(layer), case.settings, case.blocks)
+    stages.rotate()
+    stages.screen()
+    estimated = stages.skipped.clone()
+    stages.select()
+    stages.exact()
+    stages.finish()
+    return Run(case, layer, x, ids, weights, stages, estimated, formula(x, ids, weights, layer, case.settings))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, *(pytest.param(case, marks=pytest.mark.gpu) for case in REAL)],
+    ids=lambda case: case.name,
+)
+def run(request: pytest.FixtureRequest) -> Run:
+    return run_of(request.param)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+# ---------------------------------------------------------------- rotate
+
+
+def test_the_largest_coordinates_are_listed_from_the_largest_on(run: Run) -> None:
+    """Each once. Two within a rounding of float32 may change places."""
+    size = run.formula.rx.abs()
+    expected = size.gather(-1, run.formula.listed)
+    torch.testing.assert_close(size.gather(-1, run.picked), expected, rtol=1e-6, atol=0)
+    assert (run.picked.sort(-1).values.diff() > 0).all()
+
+
+def test_listed_values_are_rx_on_the_block_s_scale(run: Run) -> None:
+    """x' * (2^24 / 2^e) * 2^-24 = Rx, but for FP16's 2^-11, and 1e-6 of the largest by sums of 128 in float32."""
+    rx = run.formula.rx.gather(-1, run.picked)
+    x2, unit = run.picked_values, run.stages.block_info[..., :1].double()
+    assert torch.equal(x2[..., 0], x2[..., 1])
+    top = x2[..., 0, 0].abs()
+    assert ((top >= 2**14) & (top <= 2**15)).all()  # the top may be rounded up to 2^15
+    slack = rx.abs() * 2**-11 + rx.abs().amax(-1, keepdim=True) * 1e-6
+    assert ((x2[..., 0] * unit * 2**-24 - rx).abs() <= slack).all()
+
+
+def test_block_info_sums_what_is_listed_and_the_energies(run: Run) -> None:
+    """The sum is that of the rounded numbers, which the codes meet: the zero point goes out exactly."""
+    unit, total, energy_in, energy_out = run.stages.block_info.double().unbind(-1)
+    listed = run.picked_values[..., 0] * unit.unsqueeze(-1) * 2**-24
+    assert ((total - listed.sum(-1)).abs() <= 1e-6 * listed.abs().sum(-1)).all()
+    energy = run.formula.rx.square()
+    torch.testing.assert_close(energy_in, torch.where(run.formula.picked, energy, 0.0).sum(-1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(energy_out, torch.where(run.formula.picked, 0.0, energy).sum(-1), rtol=1e-5, atol=1e-9)
+
+
+UNLISTED = pytest.mark.xfail(raises=AssertionError, strict=True, reason="rotate_kernel lists one coordinate only")
+
+
+def rotate_tokens(x: Tensor, coordinates: int) -> Run:
+    """Only the first stage, of tokens (N, 192) of a layer of one expert."""
+    case = replace(
+        THREE_TOKENS, ids=((0,),) * len(x), shape=(1, 192, 10), settings=ReadSettings(1, coordinates, "norm", 0)
+    )
+    layer = make_layer(replace(case, dtype=x.dtype))
+    _, ids, weights = make_inputs(case)
+    stages = Stages(x, ids, weights, repack(layer), case.settings, case.blocks)
+    stages.offsets.fill_(-1)
+    stages.rotate()
+    return Run(case, layer, x, ids, weights, stages, x, formula(x, ids, weights, layer, case.settings))
+
+
+@pytest.mark.parametrize("coordinates", [1, 37, 128])
+def test_ties_go_to_the_lower_coordinate(coordinates: int) -> None:
+    """A token of one number has |Rx| all alike in its block, and zeros in the other; a sum of two has halves alike."""
+    x = torch.zeros(3, 192, device=DEVICE)
+    x[0, 5], x[1, 150], x[1, 190] = 3.0, 1.0, -1.0
+    run = rotate_tokens(x, coordinates)
+    assert torch.equal(run.picked[0], torch.arange(coordinates, device=DEVICE).expand(2, -1))
+    assert torch.equal(run.picked[1:], run.formula.listed[1:])
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-12, 1e15])
+def test_no_size_of_a_token_loses_digits(size: float) -> None:
+    run = rotate_tokens(gaussian(2, 192, seed=3) * size, 37)
+    test_the_largest_coordinates_are_listed_from_the_largest_on(run)
+    test_listed_values_are_rx_on_the_block_s_scale(run)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("what", [pytest.param(math.nan, marks=UNLISTED), math.inf])
+def test_a_token_that_is_not_finite_lists_coordinates_all_the_same(what: float) -> None:
+    """Else the screen would read where nothing is, and an overflow in one request would end those of all others."""
+    x = gaussian(2, 192, seed=3)
+    x[0, 7] = what
+    picked = rotate_tokens(x, 37).picked
+    assert ((picked >= 0) & (picked < BLOCK)).all()
+
+
+# ---------------------------------------------------------------- screen
+
+
+def test_estimates_are_the_formula(run: Run) -> None:
+    """Sums of FP16, each rounded at 2^-12 of what it holds, up to 32 times: 0.5 % of the largest of the token."""
+    expected = run.formula.p
+    top = expected.abs().amax((1, 2), keepdim=True)
+    assert ((run.estimated.double() - expected).abs() <= 5e-3 * top).all()
+
+
+def test_scores_are_within_a_percent_where_they_matter(run: Run) -> None:
+    """Of itself or of the k-th largest, whichever is more: no error as small can lift the others over the border.
+
+    Far below it gate and up are small differences of large sums, so that what FP16 rounds away is much of what is left.
+    The error is random, 0.25 % (ternary) and 0.35 % (quaternary) in the mean square: one in a hundred may have more
+    than 1 %, and none of some 20,000 more than five times the mean.
+    """
+    expected = run.formula.score
+    border = expected.flatten(1).topk(run.case.k).values[:, -1]
+    matters = expected.clamp_min(border.view(-1, 1, 1))
+    error = ((run.score - expected).abs() / matters)[run.served].flatten()
+    assert float(error.max()) < 0.02
+    assert float((error > 0.01).float().mean()) < 0.01
+
+
+def test_slots_without_expert_have_no_score_and_no_estimate(run: Run) -> None:
+    assert (run.stages.keys[~run.served] == 0).all()
+    assert (run.stages.keys[run.served] > 0).all()
+    assert (run.estimated[~run.served] == 0).all()
+
+
+def histogram_of(keys: Tensor) -> Tensor:
+    """(N, M) -> (N, COARSE + FINE): keys by their upper bits, coarse bins before fine ones."""
+    sizes = module._HISTOGRAM
+    bins = [
+        torch.stack([torch.bincount(row >> sizes[f"{name}_SHIFT"], minlength=sizes[name]) for row in keys])
+        for name in ("COARSE", "FINE")
+    ]
+    return torch.cat(bins, 1).int()
+
+
+def test_the_histogram_counts_every_candidate(run: Run) -> None:
+    assert torch.equal(run.stages.histogram, histogram_of(run.stages.keys.flatten(1)))
+
+
+# ---------------------------------------------------------------- select
+
+
+def test_exactly_k_are_kept_the_largest_of_all_slots(run: Run) -> None:
+    keys = run.stages.keys.flatten(1).double()
+    rows, _ = unpack_rows(run.stages.rows)
+    expected = top_k_mask(keys, run.case.k).view_as(run.kept)
+    assert torch.equal(run.kept & run.served.unsqueeze(-1), expected & run.served.unsqueeze(-1))
+    assert torch.equal(run.kept.sum((1, 2)) + (rows < 0).sum(1), torch.full_like(rows[:, 0], run.case.k))
+
+
+def test_no_skipped_channel_has_a_score_above_a_kept_one(run: Run) -> None:
+    """By the formula's scores, each within 2 % of the kernel's."""
+    score = torch.where(run.served.unsqueeze(-1), run.formula.score, -1.0)
+    lowest = score.masked_fill(~run.kept, math.inf).amin((1, 2))
+    highest = score.masked_fill(run.kept, -1.0).amax((1, 2))
+    assert (lowest * 1.04 >= highest).all()
+
+
+def test_kept_channels_leave_nothing_to_recover(run: Run) -> None:
+    assert torch.equal(run.stages.skipped, run.estimated.masked_fill(run.kept, 0.0))
+
+
+SLOTS, CHANNELS = 3, 37
+
+
+def random_keys(low: int, high: int) -> Tensor:
+    generator = torch.Generator().manual_seed(high)
+    return torch.randint(low, high, (2, SLOTS, CHANNELS), generator=generator).int()
+
+
+def keys_without_middle_slot() -> Tensor:
+    keys = random_keys(1, 1 << 30)
+    keys[:, 1] = 0
+    return keys
+
+
+KEYS = {
+    "apart": random_keys(1, 0x7F800001),
+    "one-bin": random_keys(1 << 29, (1 << 29) + (1 << 17)),  # a slot's 37 are ranked, few at a time
+    "two-bins": random_keys((1 << 29) - (1 << 17), (1 << 29) + (1 << 17)),
+    "ties": random_keys(1 << 29, (1 << 29) + 5),
+    "all-equal": torch.full((2, SLOTS, CHANNELS), 1 << 29, dtype=torch.int32),
+    "zero-scores": random_keys(1, 3),  # a key of 1 is a score of 0
+    "infinite-scores": random_keys(0x7F800000, 0x7F800002),
+    "no-expert": keys_without_middle_slot(),
+}
+
+
+@pytest.mark.parametrize("k", [0, 1, 50, SLOTS * CHANNELS, 1000])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_selection_by_keys(keys: Tensor, k: int) -> None:
+    """The k largest, ties to the lower slot and channel; each with its expert's row and its slot's weight."""
+    case = replace(
+        THREE_TOKENS,
+        ids=((1, 0, 2), (2, 1, 0)),
+        shape=(3, 128, CHANNELS),
+        settings=ReadSettings(k, 1, "norm", 0),
+    )
+    x, ids, weights = make_inputs(case)
+    ids = torch.where(keys.amax(-1).to(DEVICE) > 0, ids, -1)
+    stages = Stages(x, ids, weights, select_layer(), case.settings, case.blocks)
+    stages.keys.copy_(keys)
+    stages.histogram.copy_(histogram_of(stages.keys.flatten(1)))
+    stages.skipped.fill_(1.0)
+    stages.select()
+
+    expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys).to(DEVICE)
+    assert torch.equal(stages.skipped == 0, expected)
+    if k == 0:
+        return
+    rows, carried = unpack_rows(stages.rows)
+    for n in range(2):
+        slots, channels = expected[n].nonzero(as_tuple=True)
+        named = torch.where(ids[n][slots] >= 0, ids[n][slots] * CHANNELS + channels, -1)
+        found = sorted(zip(rows[n].tolist(), carried[n].tolist(), strict=True))
+        assert found == sorted(zip(named.tolist(), weights[n].float()[slots].tolist(), strict=True))
+
+
+@functools.cache
+def select_layer() -> DecodeLayer:
+    return repack(make_layer(replace(THREE_TOKENS, shape=(3, 128, CHANNELS))))
+
+
+def test_more_candidates_than_are_counted_are_refused() -> None:
+    layer = select_layer()
+    slots = module.MOST_CANDIDATES // CHANNELS + 1
+    x, ids = torch.zeros(1, 128, device=DEVICE), torch.zeros(1, slots, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="the kernels count"):
+        decode(x, ids, ids.float(), layer, THREE_TOKENS.settings, FOUR)
+
+
+# ---------------------------------------------------------------- exact, recovery, finish
+
+
+def test_kept_channels_are_computed_from_their_weights(run: Run) -> None:
+    expected = exact_by_definition(run.x, run.ids, run.weights, run.kept, run.layer)
+    assert relative(run.stages.outputs.sum(1), expected) < SUMS
+
+
+def test_skipped_channels_are_summed_by_slot(run: Run) -> None:
+    rank = run.case.settings.rank
+    if rank == 0:
+        return
+    expected = left_by_definition(run.estimated, run.ids, run.kept, run.layer, rank)
+    assert relative(run.stages.recovery[..., :rank].sum(1), expected) < SUMS
+
+
+def test_the_end_adds_all_and_rounds_once(run: Run) -> None:
+    rank = run.case.settings.rank
+    expected = run.stages.outputs.double().sum(1)
+    if rank:
+        expected += run.stages.recovery[..., :rank].double().sum(1) @ run.layer.basis[:, :rank].double().mT
+    assert run.stages.y.dtype == run.case.dtype
+    assert relative(run.stages.y, expected) < ROUNDING[run.case.dtype]
+
+
+def test_the_output_is_the_formula_on_the_kept_channels(run: Run) -> None:
+    rank = run.case.settings.rank
+    expected = exact_by_definition(run.x, run.ids, run.weights, run.kept, run.layer)
+    left = left_by_definition(run.formula.p, run.ids, run.kept, run.layer, rank)
+    expected += left @ run.layer.basis[:, :rank].double().mT
+    assert relative(run.stages.y, expected) < ROUNDING[run.case.dtype] + (RECOVERY if rank else 0)
+
+
+# ---------------------------------------------------------------- the block
+
+
+def small_case(ids: tuple[tuple[int, ...], ...], k: int) -> Case:
+    """One coordinate a block of little experts: all kernels, and little work."""
+    return replace(
+        THREE_TOKENS, ids=ids, shape=(5, 130, 10), settings=ReadSettings(k, 1, "norm", 5), dtype=torch.float32
+    )
+
+
+def decode_case(case: Case) -> tuple[Tensor, Tensor]:
+    """y of the kernels, and of the reader that runs on a CPU."""
+    layer, inputs = make_layer(case), make_inputs(case)
+    y = decode(*inputs, repack(layer), case.settings, case.blocks)
+    return y, read(*inputs, layer, case.settings)
+
+
+@pytest.mark.parametrize("k", [0, 20, 1000])
+def test_with_no_choice_to_make_it_is_the_reader_of_the_cpu(k: int) -> None:
+    """Nothing or everything kept, of 20 candidates."""
+    y, expected = decode_case(small_case(((4, 0), (1, 2)), k))
+    assert relative(y, expected.double()) < (RECOVERY if k == 0 else SUMS)
+
+
+def test_a_block_by_default_parameters_is_the_reader_of_the_cpu() -> None:
+    case = small_case(((4, 0),), 1000)
+    layer, inputs = make_layer(case), make_inputs(case)
+    y = decode(*inputs, repack(layer), case.settings)
+    assert relative(y, read(*inputs, layer, case.settings).double()) < SUMS
+
+
+WRAPS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="select_kernel cuts ids down to 32 bits")
+NOBODY = [-1, 5, 99, 2**31 - 1, -(2**31), 2**63 - 1, *(pytest.param(id, marks=WRAPS) for id in (2**32, -(2**63)))]
+
+
+@pytest.mark.parametrize("nobody", NOBODY)
+def test_ids_out_of_range_contribute_nothing(nobody: int) -> None:
+    """With all candidates kept, so that theirs are too; the expert beside them stays what it is."""
+    y, expected = decode_case(small_case(((nobody, 3), (nobody, nobody)), 20))
+    assert relative(y, expected.double()) < SUMS
+    assert torch.equal(y[1], torch.zeros_like(y[1]))
+
+
+def test_a_token_of_zeros_gives_zeros() -> None:
+    case = small_case(((4, 0),), 7)
+    _, ids, weights = make_inputs(case)
+    y = decode(torch.zeros(1, 130, device=DEVICE), ids, weights, repack(make_layer(case)), case.settings, case.blocks)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+def test_a_token_that_is_not_finite_leaves_the_others_alone() -> None:
+    case = small_case(((4, 0), (0, 3)), 7)
+    (x, ids, weights), layer = make_inputs(case), repack(make_layer(case))
+    clean = decode(x, ids, weights, layer, case.settings, case.blocks)
+    x[0] = math.nan
+    y = decode(x, ids, weights, layer, case.settings, case.blocks)
+    assert y[0].isnan().all()
+    assert torch.equal(y[1], clean[1])
+
+
+def test_no_tokens_give_no_rows() -> None:
+    case = small_case(((4, 0),), 7)
+    x, ids, weights = make_inputs(case)
+    y = decode(x[:0], ids[:0], weights[:0], repack(make_layer(case)), case.settings, case.blocks)
+    assert y.shape == (0, 130)
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    run = run_of(THREE_TOKENS)
+    again = decode(run.x, run.ids, run.weights, run.stages.layer, run.case.settings, run.case.blocks)
+    assert torch.equal(again, run.stages.y)
+
+
+def test_a_token_alone_has_the_bits_that_it_has_among_others() -> None:
+    run = run_of(THREE_TOKENS)
+    one = slice(1, 2)
+    alone = decode(run.x[one], run.ids[one], run.weights[one], run.stages.layer, run.case.settings, run.case.blocks)
+    assert torch.equal(alone, run.stages.y[one])
+
+
+# ---------------------------------------------------------------- activations
+
+
+@triton.jit
+def _activate_kernel(z, phi, slope, COUNT: tl.constexpr, KIND: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    value, derivative = activate(tl.load(z + i), KIND)
+    tl.store(phi + i, value)
+    tl.store(slope + i, derivative)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, of the interpreter: 1 / (1 + inf) is right
+@pytest.mark.parametrize("name", sorted(_FUNCTIONS))
+def test_every_activation_of_the_cpu_has_a_kernel_of_the_same_values(name: str) -> None:
+    """float32: exp and erf within some 1e-7, and tanh as a difference of numbers near 1, times up to 30."""
+    z = torch.linspace(-30, 30, 1024, device=DEVICE)
+    phi, slope = torch.empty_like(z), torch.empty_like(z)
+    _activate_kernel[(1,)](z, phi, slope, COUNT=1024, KIND=activation_kind(name))
+    activation = get_activation(name)
+    torch.testing.assert_close(phi.double(), activation.function(z.double()), rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(slope.double(), activation.derivative(z.double()), rtol=1e-6, atol=4e-6)
+
+
+def test_an_activation_without_a_kernel_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="sparkle"):
+        activation_kind("sparkle")
+
+
+# ---------------------------------------------------------------- the sketch in tiles
+
+
+@st.composite
+def stored_sketches(draw: st.DrawFn) -> tuple[Code, Tensor, Tensor, Tensor]:
+    """Code, level indices (E, 2, C, I), scales and errors (E, 2, nb, I)."""
+    code = draw(st.sampled_from(sorted(CODES.values(), key=lambda code: code.name)))
+    channels = draw(st.sampled_from([1, 63, 64, 65, 70, 128, 130]) | st.integers(1, 200))
+    experts, blocks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    indices = torch.randint(0, code.base, (experts, 2, blocks * BLOCK, channels), dtype=torch.uint8)
+    scales, errors = torch.rand(2, experts, 2, blocks, channels)
+    return code, indices, scales.half(), errors.bfloat16()
+
+
+@settings(max_examples=30, deadline=None)
+@given(sketch=stored_sketches())
+def test_tiles_are_the_stored_sketch_in_another_order(sketch: tuple[Code, Tensor, Tensor, Tensor]) -> None:
+    code, indices, scales, errors = sketch
+    stored = (pack(indices, code), scales, errors)
+    tiles = to_tiles(*stored, code)
+    for found, expected in zip(from_tiles(tiles, code, scales.shape[-1]), stored, strict=True):
+        assert torch.equal(found, expected)
+    assert all(getattr(tiles, field.name).is_contiguous() for field in fields(Tiles))
+
+
+@settings(max_examples=30, deadline=None)
+@given(sketch=stored_sketches())
+def test_every_number_has_its_place_in_the_tiles(sketch: tuple[Code, Tensor, Tensor, Tensor]) -> None:
+    """A code at bits 2 (c mod 16) of word c / 16 of its tile, gate before up; a scale at c of its tile and block."""
+    code, indices, scales, errors = sketch
+    tiles = to_tiles(pack(indices, code), scales, errors, code)
+    channel = torch.arange(scales.shape[-1])
+    tile, c = channel // TILE, channel % TILE
+    for matrix in range(2):
+        words = tiles.codes[:, :, tile, matrix, c // 16]
+        assert torch.equal(words >> 2 * (c % 16) & 3, indices[:, matrix].int())
+        assert torch.equal(tiles.scales[:, tile, :, matrix, c].permute(1, 2, 0), scales[:, matrix])
+        assert torch.equal(tiles.errors[:, tile, :, matrix, c].permute(1, 2, 0), errors[:, matrix])
+
+
+@pytest.mark.parametrize("channels", [1, 64, 70, 768])
+def test_what_is_counted_as_read_is_what_is_stored(channels: int) -> None:
+    """A coordinate's gate and up codes are one run; scales of whole tiles."""
+    shape = (1, 2, 1, channels)
+    codes = pack(torch.zeros(1, 2, BLOCK, channels), TERNARY)
+    tiles = to_tiles(codes, torch.zeros(shape).half(), torch.zeros(shape).bfloat16(), TERNARY)
+    assert GPU.code_runs(TERNARY, channels) == (tiles.codes.stride(1) * tiles.codes.element_size(),)
+    assert 2 * GPU.stored_channels(channels) == tiles.scales.numel() == tiles.errors.numel()
+
+
+def test_the_layout_goes_to_other_processes() -> None:
+    assert pickle.loads(pickle.dumps(GPU)) == GPU
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_no_stage_waits_for_the_host() -> None:
+    case = REAL[0]
+    inputs, layer = make_inputs(case), repack(make_layer(case))
+    decode(*inputs, layer, case.settings)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decode(*inputs, layer, case.settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_graph_replays_the_bits_of_an_eager_call(tokens: int) -> None:
+    case = replace(REAL[0], ids=_REAL_IDS[:tokens])
+    layer, (x, ids, weights) = repack(make_layer(case)), make_inputs(case)
+    decode(x, ids, weights, layer, case.settings)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = decode(x, ids, weights, layer, case.settings)
+    for seed in (11, 12):
+        other, _, other_weights = make_inputs(case, seed)
+        x.copy_(other)
+        ids.copy_((ids + seed) % 16)
+        weights.copy_(other_weights)
+        graph.replay()
+        assert torch.equal(y, decode(x, ids, weights, layer, case.settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [4, 8])
+def test_tokens_of_a_large_batch_have_the_bits_that_they_have_alone(warps: int) -> None:
+    ids = tuple(tuple((5 * n + 3 * s) % 16 for s in range(8)) for n in range(64))
+    case = replace(REAL[0], ids=ids, blocks=Blocks(screen_warps=warps))
+    (x, ids_of, weights), layer = make_inputs(case), repack(make_layer(case))
+    together = decode(x, ids_of, weights, layer, case.settings, case.blocks)
+    for n in (0, 31, 63):
+        one = slice(n, n + 1)
+        assert torch.equal(decode(x[one], ids_of[one], weights[one], layer, case.settings, case.blocks), together[one])
