@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mreader.formats.codes import BLOCK, Code, count_blocks, pack_digits
 
-# Elements fitted at once. On a CPU the three float32 arrays of a fit take up to 2.5 MB, about a second-level cache:
-# half of that spends more time in calls, four times as much in memory. A GPU wants to be filled.
-_CPU_CHUNK = 208 * 1024
+# Elements rotated and fitted at once. On a CPU that is four float32 arrays of 3.3 MB a thread. A quarter of this, which
+# a second-level cache would hold, takes 40 % longer in two threads, in calls and in waiting for the interpreter lock. A
+# GPU wants to be filled.
+_CPU_CHUNK = 800 * 1024
 _GPU_CHUNK = 64 * 1024 * 1024
 _UNIT = 1 / math.sqrt(BLOCK)  # makes the Hadamard matrix orthogonal
 _ROW_STEP = 20  # channels: whole bytes in every code (5 and 4 channels a byte)
@@ -68,8 +69,9 @@ def rotate_rows(weights: Tensor, signs: Tensor) -> Tensor:
     Source: formats/SPEC.md, Rotation.
     """
     padded = torch.nn.functional.pad(weights.float(), (0, -weights.shape[1] % BLOCK))
-    rotated = _rotate(padded.view(len(weights), -1, BLOCK).transpose(0, 1), signs)
-    return rotated.mul_(_UNIT).permute(2, 0, 1).contiguous()
+    rotation = _signed_hadamard(signs.to(weights.device))
+    rotated = _rotate(padded.view(len(weights), -1, BLOCK).transpose(0, 1), rotation)
+    return rotated.permute(2, 0, 1).contiguous()
 
 
 def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sketch:
@@ -78,29 +80,27 @@ def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sk
     matrices: M of (I, H) floating point - gate and up projections of one layer, on any one device
     signs:    (H,) int8
     returns:  Sketch with the leading axis M, on the weights' device; the same on any number of threads
-    Working memory on a CPU: two copies of some 1,600 rows; on a GPU: about 2 GB. On a CPU call it under
-    torch.set_num_threads(1), from two threads if cores are free: torch's own threads gain less, and lose ten times that
-    where other work shares the cores. On a GPU call it with many matrices: they are coded side by side.
+    Working memory on a CPU: 13 MB; on a GPU: about 2 GB. On a CPU call it under torch.set_num_threads(1), from two
+    threads if cores are free: torch's own threads gain less, and lose ten times that where other work shares the cores.
+    On a GPU call it with many matrices: they are coded side by side.
     NaN or infinity in a row makes the errors of its block non-finite. Raises UnsupportedError where a block's scale
     does not fit FP16.
     """
     channels, hidden = matrices[0].shape
     device = matrices[0].device
     sketch = _empty_sketch(len(matrices), channels, hidden, code, device)
+    rotation = _signed_hadamard(signs.to(device))
     groups = _row_groups(channels, device)
     at_once = max(_chunk(device) // (groups[0].stop * hidden), 1)
     for first in range(0, len(matrices), at_once):
         some = slice(first, min(first + at_once, len(matrices)))
         for rows in groups:
-            weights = _deal([matrix[rows] for matrix in matrices[some]], code)
-            rotated = _rotate(weights.flatten(1, 3), signs).view(-1, BLOCK, *weights.shape[1:4])
-            start = rows.start // code.per_byte
             part = Sketch(
-                sketch.codes[some, :, start : start + weights.shape[3]],
+                sketch.codes[some, :, code.used_bytes(rows.start) : code.used_bytes(rows.stop)],
                 sketch.scales[some, :, rows],
                 sketch.errors[some, :, rows],
             )
-            _fill(part, rotated, code)
+            _fill(part, [matrix[rows] for matrix in matrices[some]], rotation, code)
     return sketch
 
 
@@ -126,18 +126,19 @@ def _deal(matrices: Sequence[Tensor], code: Code) -> Tensor:
     return dealt
 
 
-def _fill(sketch: Sketch, rotated: Tensor, code: Code) -> None:
-    """Fit (nb, B, M, n, b) rotated weights chunk by chunk and write their sketch; `rotated` is scaled in place."""
-    rows = sketch.scales.shape[2]
-    missing = rotated.shape[3] * rotated.shape[4] - rows
-    step = max(_chunk(rotated.device) // rotated[0].numel(), 1)
+def _fill(sketch: Sketch, matrices: Sequence[Tensor], rotation: Tensor, code: Code) -> None:
+    """Deal, rotate and fit some matrices, a few blocks at a time, and write their sketch."""
+    rows = len(matrices[0])
+    step = max(_chunk(rotation.device) // (len(matrices) * rows * BLOCK), 1)
     fits = []
-    for first in range(0, len(rotated), step):
-        weights = rotated[first : first + step].mul_(_UNIT)
-        indices, *fit = code.fit(weights.movedim(1, -1))
+    for first in range(0, len(rotation), step):
+        columns = slice(first * BLOCK, (first + step) * BLOCK)
+        dealt = _deal([matrix[:, columns] for matrix in matrices], code)
+        rotated = _rotate(dealt.flatten(1, 3), rotation[first : first + step])
+        indices, *fit = code.fit(rotated.view(-1, BLOCK, *dealt.shape[1:4]).movedim(1, -1))
         fits.append(fit)
         digits = indices.movedim(-1, 1)
-        if missing:
+        if missing := -rows % code.per_byte:
             digits[..., -missing:, -1] = 0
         packed = pack_digits(digits, code).flatten(0, 1)
         sketch.codes[:, first * BLOCK : first * BLOCK + len(packed)] = packed.transpose(0, 1)
@@ -171,10 +172,11 @@ def _signed_hadamard(signs: Tensor) -> Tensor:
     return hadamard(BLOCK).to(signs.device) * padded.view(-1, 1, BLOCK)
 
 
-def _rotate(rows: Tensor, signs: Tensor) -> Tensor:
-    """(nb, R, B) -> (nb, B, R), float32: the blocks of all rows times Hadamard_128 . diag(signs).
+def _rotate(rows: Tensor, rotation: Tensor) -> Tensor:
+    """(nb, R, B) -> (nb, B, R), float32: the blocks of all rows times Hadamard_128 . diag(signs) / sqrt(128).
 
+    rotation: (nb, B, B) float32 - Hadamard_128 . diag(signs)
     The products are exact, +-w, whatever precision the device's float32 product has for weights of 16 bits; only
     the sums round. The factor 1 / sqrt(128) comes last for that reason.
     """
-    return torch.bmm(_signed_hadamard(signs.to(rows.device)), rows.transpose(1, 2))
+    return torch.bmm(rotation, rows.transpose(1, 2)).mul_(_UNIT)
