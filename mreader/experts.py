@@ -133,8 +133,10 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     settings = module.mreader.settings
     if not _has_kernels(module, x):
         return read(x, ids, weights, _layer_of(module, x.device), settings)
-    from mreader.kernels.decode import decode
+    from mreader.kernels.decode import MOST_CANDIDATES, decode
 
+    if ids.shape[1] * _stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
+        return read(x, ids, weights, _layer_of(module, x.device), settings)
     layer = _repacked(module, x.device)
     parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
     outputs = [decode(x[part], ids[part], weights[part], layer, settings) for part in parts]

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mreader.errors import UnsupportedError
+from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
@@ -122,8 +122,8 @@ def decode(
     weights: (N, K) any float
     returns: (N, H) dtype of x
 
-    Estimates are summed in FP16 over up to 20 coordinates of a block and in float32 beyond. The same input gives the
-    same bits; a token's result depends on its neighbours only where `blocks` does.
+    Estimates are summed in FP16 over a quarter of a block's coordinates, and in float32 beyond. The same input gives
+    the same bits; a token's result depends on its neighbours only where `blocks` does.
     """
     E, I, H = layer.down.shape
     blocks = blocks or tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
@@ -143,6 +143,8 @@ class Stages:
         self.candidates = self.slots * self.channels
         if self.candidates > MOST_CANDIDATES:
             raise UnsupportedError(f"{self.candidates} channels of a token's experts: the kernels count to 65,535")
+        if settings.rank > layer.basis.shape[1]:
+            raise UsageError(f"rank {settings.rank} asked for, but rank {layer.basis.shape[1]} is stored")
         self.k = min(settings.k, self.candidates)
         self.nb = count_blocks(self.hidden)
         self.rank, self.stored_rank = settings.rank, layer.basis.shape[1]

@@ -25,7 +25,7 @@ def _hadamard(ORDER: tl.constexpr):
 def rotate_kernel(
     x,  # (N, H) any float
     signs,  # (H,) int8
-    offsets,  # (N, nb, 8, 4, 4) int32, written: coordinate * stride of the (16 g + 4 s + i)-th |Rx| at (g, i, s)
+    offsets,  # (N, nb, 8, 4, 4) int32, written: coordinate * stride of the (16 g + 4 s + i)-th picked at (g, i, s)
     values,  # the same shape, int32, written: its x', twice the same FP16
     blocks,  # (N, nb, 4) float32, written: 2^24 / 2^e, sum of the picked Rx, energy picked, energy not picked
     histogram,  # (N, HISTOGRAM) int32, cleared for the screen
@@ -58,18 +58,21 @@ def rotate_kernel(
     rx = tl.reshape(rotated, (128,))
 
     i = tl.arange(0, 128)
-    size = tl.abs(rx)
+    # The bits of |Rx| are in its order, and in some order where they are NaN: 80 are picked whatever x holds.
+    size = tl.abs(rx).to(tl.int32, bitcast=True)
     ahead = (size[:, None] > size[None, :]) | ((size[:, None] == size[None, :]) & (i[:, None] < i[None, :]))
     place = tl.sum(ahead.to(tl.int32), axis=0)
     picked = place < COORDINATES
 
-    exponent = (tl.max(size, axis=0).to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = (tl.max(size, axis=0) >> 23) - 127
     shift = tl.minimum(tl.maximum(_LARGEST - exponent, -100), 100)
     up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
     down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     rounded = (rx * up).to(tl.float16).to(tl.float32)
-    # The screen reads 4 coordinates a step: one load of 16 bytes brings a lane 4 steps, and those of a warp are a run.
-    to = row * 128 + (place // 16) * 16 + (place % 4) * 4 + place // 4 % 4
+    # The smallest first: the screen sums in FP16, where what is added to a large sum loses digits. It reads 4 a step:
+    # one load of 16 bytes brings a lane 4 steps, and those of a warp are a run.
+    listed = COORDINATES - 1 - place
+    to = row * 128 + (listed // 16) * 16 + (listed % 4) * 4 + listed // 4 % 4
     tl.store(offsets + to, i * stride, mask=picked)
     tl.store(values + to, pack_halves(rounded, rounded), mask=picked)
     energy = rx * rx

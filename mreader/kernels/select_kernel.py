@@ -38,9 +38,9 @@ def select_kernel(
     """
     slot, token, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     here = token * slots + slot
-    expert = tl.load(ids + here).to(tl.int32)
+    expert = tl.load(ids + here).to(tl.int64)
     weight = tl.load(weights + here).to(tl.float32)
-    first_row = tl.where((expert >= 0) & (expert < experts), expert * channels, -1)
+    first_row = tl.where((expert >= 0) & (expert < experts), expert * channels, -1).to(tl.int32)
     i, j = tl.arange(0, CANDIDATES_UP), tl.arange(0, CHANNELS_UP)
     all_keys = keys + token.to(tl.int64) * slots * channels
     my_keys = all_keys + slot * channels
@@ -54,17 +54,17 @@ def select_kernel(
     border = _border(histogram + token.to(tl.int64) * (COARSE + FINE), k, COARSE_SHIFT - FINE_SHIFT, COARSE)
 
     larger, member = (key >> FINE_SHIFT) > border, (key >> FINE_SHIFT) == border
-    flags = larger.to(tl.int32) | (member.to(tl.int32) << 16)
+    flags = larger.to(tl.uint32) | (member.to(tl.uint32) << 16)
     before = tl.cumsum(flags, axis=0) - flags
     # Two counts in one: what is certain in earlier slots, and the members of this one.
     bins = any_key >> FINE_SHIFT
     earlier = i < slot * channels
     own = (i >= slot * channels) & (i < (slot + 1) * channels)
-    counts = tl.sum(((bins > border) & earlier).to(tl.int32) | (((bins == border) & own).to(tl.int32) << 16), axis=0)
-    in_earlier_slots, count = counts & 0xFFFF, counts >> 16
-    tl.store(rows + in_earlier_slots + (before & 0xFFFF), _row(first_row, j, weight), mask=larger)
+    counts = tl.sum(((bins > border) & earlier).to(tl.uint32) | (((bins == border) & own).to(tl.uint32) << 16), axis=0)
+    in_earlier_slots, count = (counts & 0xFFFF).to(tl.int32), (counts >> 16).to(tl.int32)
+    tl.store(rows + in_earlier_slots + (before & 0xFFFF).to(tl.int32), _row(first_row, j, weight), mask=larger)
     tl.store(skipped + j, tl.zeros_like(j).to(tl.float32), mask=larger)
-    tl.store(members + (before >> 16), j, mask=member)
+    tl.store(members + (before >> 16).to(tl.int32), j, mask=member)
     tl.debug_barrier()
     # Keys of earlier slots win ties, those of later slots lose them; twice the key leaves a bit to say so.
     doubled = (any_key.to(tl.uint32) << 1) | earlier.to(tl.uint32)
