@@ -1,9 +1,11 @@
 """What `verify` and `restore` share: opening a checkpoint that may be damaged, and the source's matrices in it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mreader.errors import MreaderError, SourceError, UsageError, VerifyError
@@ -40,20 +42,34 @@ def _refuse_bad_records(entries: Mapping[str, Any]) -> None:
         FileRecord.of(entry)
 
 
-def source_pieces(layers: tuple[RoutedLayer, ...]) -> dict[str, list[tuple[RoutedLayer, str, int]]]:
-    """Source tensor -> the matrices that it is made of, in its order: (layer, "gate", "up" or "down", expert)."""
-    placed: dict[str, list[tuple[int, int, RoutedLayer, str, int]]] = {}
+@dataclass(frozen=True)
+class Piece:
+    """A source tensor, or one expert's slice of a fused one: the matrices that it is made of.
+
+    matrices: with their kinds, "gate", "up" or "down"; one that fills the piece, or those that share its rows
+    """
+
+    layer: RoutedLayer
+    expert: int
+    matrices: tuple[tuple[str, Matrix], ...]
+
+    def data(self, tensors: LazyTensors) -> Tensor:
+        """The piece as it lay in the source."""
+        natives = [native_matrix(tensors, self.layer, kind, self.expert) for kind, _ in self.matrices]
+        whole = natives[0] if len(natives) == 1 else torch.cat(natives)
+        return whole.T if self.matrices[0][1].transposed else whole
+
+
+def source_pieces(layers: tuple[RoutedLayer, ...]) -> dict[str, list[Piece]]:
+    """Source tensor -> its pieces, in its order."""
+    placed: dict[str, list[Piece]] = {}
     for layer in layers:
-        for kind, matrices in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
-            for expert, matrix in enumerate(matrices):
-                placed.setdefault(matrix.tensor, []).append(_place(matrix, layer, kind, expert))
-    return {
-        name: [piece[2:] for piece in sorted(pieces, key=lambda piece: piece[:2])] for name, pieces in placed.items()
-    }
-
-
-def _place(matrix: Matrix, layer: RoutedLayer, kind: str, expert: int) -> tuple[int, int, RoutedLayer, str, int]:
-    return matrix.expert or 0, matrix.first, layer, kind, expert
+        for expert, (gate, up, down) in enumerate(zip(layer.gate, layer.up, layer.down, strict=True)):
+            together = ((("gate", gate), ("up", up)), (("down", down),))
+            alone = ((("gate", gate),), (("up", up),), (("down", down),))
+            for matrices in together if gate.tensor == up.tensor else alone:
+                placed.setdefault(matrices[0][1].tensor, []).append(Piece(layer, expert, matrices))
+    return placed
 
 
 def native_matrix(tensors: LazyTensors, layer: RoutedLayer, kind: str, expert: int) -> Tensor:

@@ -7,11 +7,10 @@ from pathlib import Path
 from torch import Tensor
 
 from mreader.errors import NoSpaceError, UsageError, VerifyError
-from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import Augmented
 from mreader.formats.checkpoint import CONFIG
 from mreader.formats.safetensors_file import HashingFile, LazyTensors, as_bytes
-from mreader.native import native_matrix, open_to_verify, source_pieces
+from mreader.native import Piece, open_to_verify, source_pieces
 from mreader.output import (
     CARD,
     folder_named,
@@ -119,12 +118,12 @@ def _restore_shard(augmented: Augmented, name: str, destination: Path, progress:
         _commit(augmented, name, file)
 
 
-def _data(tensors: LazyTensors, name: str, pieces: dict[str, list[tuple[RoutedLayer, str, int]]]) -> Iterator[Tensor]:
+def _data(tensors: LazyTensors, name: str, pieces: dict[str, list[Piece]]) -> Iterator[Tensor]:
     if name not in pieces:
         yield tensors[name]
         return
-    for layer, kind, expert in pieces[name]:
-        yield native_matrix(tensors, layer, kind, expert)
+    for piece in pieces[name]:
+        yield piece.data(tensors)
 
 
 def _copy(augmented: Augmented, name: str, destination: Path, progress: Progress) -> bool:

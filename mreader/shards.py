@@ -10,6 +10,7 @@ from mreader.augment import LayerAugmenter, refuse_non_finite
 from mreader.background import BackgroundWriter
 from mreader.errors import MreaderError, SourceError
 from mreader.formats.architectures import RoutedLayer
+from mreader.formats.augmented import layer_tensors
 from mreader.formats.safetensors_file import FileRecord, HashingFile, LazyTensors, as_bytes, data_order, encode_header
 from mreader.plan import SHARD_METADATA, Plan, Shard
 from mreader.progress import Progress
@@ -23,7 +24,11 @@ class ShardWriter:
     def __init__(self, plan: Plan, device: torch.device, progress: Progress) -> None:
         self._plan, self._device, self._progress = plan, device, progress
         self._source = plan.source
-        self._layers = {layer.prefix: layer for layer in plan.architecture.layers}
+        self._layers = {
+            f"{layer.prefix}.{part}": layer
+            for layer in plan.architecture.layers
+            for part in layer_tensors(layer, plan.options)
+        }
 
     def write(self, shard: Shard, scratch: Path, target: Path, pool: Executor) -> FileRecord:
         """Write `shard` to `scratch`, experts side by side in `pool`; it appears at `target` when it is whole and on
@@ -53,7 +58,7 @@ class ShardWriter:
 
     def _layer_of(self, name: str) -> RoutedLayer | None:
         """The layer that the augmented tensor `name` belongs to; None for a copied tensor."""
-        return self._layers.get(name.rpartition(".")[0])
+        return self._layers.get(name)
 
     def _runs(self, names: Sequence[str]) -> Iterator[list[str]]:
         """`names` cut where the layer changes; copied tensors stand alone."""
@@ -74,7 +79,7 @@ class ShardWriter:
                 refuse_non_finite(run[0], tensors[run[0]])
                 writer.put(as_bytes(tensors[run[0]]))
                 return
-            self._progress.layer(layer.ordinal + 1, len(self._layers))
+            self._progress.layer(layer.ordinal + 1, len(self._plan.architecture.layers))
             try:
                 for piece in self._pieces(layer, run, tensors, pool):
                     writer.put(as_bytes(piece))

@@ -12,7 +12,7 @@ from commands import contents, mreader
 from sources import INDEX, make_source, read_json, shards
 
 from mreader.errors import SourceError
-from mreader.formats.architectures import find_architecture, known_model_types
+from mreader.formats.architectures import find_architecture
 from mreader.formats.checkpoint import Checkpoint, assemble, open_checkpoint
 from mreader.formats.safetensors_file import parse_header
 
@@ -117,7 +117,3 @@ def test_borders_of_shards_cut_through_experts(tmp_path: Path) -> None:
     where = read_json(source / INDEX)["weight_map"]
     experts = {name.rsplit(".", 2)[0] for name in where if ".experts." in name}
     assert [e for e in experts if len({where[f"{e}.{part}_proj.weight"] for part in ("gate", "up", "down")}) > 1]
-
-
-def test_every_known_type_is_tried() -> None:
-    assert {model_type for model_type, _ in ARCHITECTURES.values()} == set(known_model_types())

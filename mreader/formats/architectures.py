@@ -17,14 +17,10 @@ from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import TensorSpec
 
-_DEFAULT_KEYS: dict[str, list[str]] = {
-    "num_experts": ["num_experts", "num_local_experts"],
-    "num_routed": ["num_experts_per_tok"],
-    "channels": ["moe_intermediate_size"],
-    "activation": ["hidden_act"],
-    "hidden_size": ["hidden_size"],
-    "num_layers": ["num_hidden_layers"],
-}
+# Keys of config.json: layers before this one are dense; of so many layers the last is routed.
+_FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_EVERY_SO_MANY = ("decoder_sparse_step", "moe_layer_interval")
+_MOST_PREDICTING = 64  # layers that predict further tokens; models have one to three
 _WEIGHT_DTYPES = ("BF16", "F16", "F32")
 # How quantized weights are told that config.json does not announce. The first that fits names the method: ends of the
 # names of the experts' tensors that only one method has, files beside the weights, then what several methods have.
@@ -42,17 +38,21 @@ _QUANTIZED_DTYPES = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """One expert's gate, up or down matrix: `tensor`, or rows first..last-1 of its slice `expert` of a fused one."""
+    """One expert's gate, up or down matrix: `tensor`, or rows first..last-1 of its slice `expert` of a fused one, with
+    the slice's axes swapped where it is `transposed`.
+    """
 
     tensor: str
     expert: int | None = None
     first: int = 0
     last: int | None = None
+    transposed: bool = False
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """gate, up: (I, H); down: (H, I), in the tensor's own dtype; a view."""
         tensor = tensors[self.tensor]
-        return (tensor if self.expert is None else tensor[self.expert])[self.first : self.last]
+        whole = tensor if self.expert is None else tensor[self.expert]
+        return (whole.T if self.transposed else whole)[self.first : self.last]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ def known_model_types() -> list[str]:
     return sorted(_table()["models"])
 
 
+def refused_model_types() -> dict[str, str]:
+    """Model type -> why its routed experts cannot be read sparsely."""
+    return dict(_table()["refused"])
+
+
 def find_architecture(checkpoint: Checkpoint) -> Architecture:
     """The routed experts of `checkpoint`.
 
@@ -114,15 +119,18 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
     are missing, have the wrong shape, or come with tensors that no rule places.
     """
     config = checkpoint.config
+    _refuse_known(config)
     _refuse_quantized(config)
     entry = _entry(config)
     text = text_config(config)
     tensors = checkpoint.tensors
-    prefix = _fitting_prefix(entry["experts"], tensors)
-    grouped = {} if prefix is None else _by_layer(prefix, tensors)
+    prefix = next((prefix for prefix in entry["experts"] if _by_layer(prefix, entry, tensors)), None)
+    grouped = {} if prefix is None else _by_layer(prefix, entry, tensors)
     _refuse_unannounced([named for layer in grouped.values() for named in layer.values()], checkpoint.files)
     if prefix is None:
         raise _no_experts(config, entry, text)
+    for number in _predicting_layers(entry, text):
+        grouped.pop(number, None)
     _compare_layers(grouped, entry, text)
     routed, activation = routing(config)
     if routed > _count(entry, text, "num_experts"):
@@ -153,9 +161,7 @@ def routing(config: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _entry(config: Mapping[str, Any]) -> dict[str, Any]:
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise SourceError("config.json has no model_type", "take the config.json that belongs to the weights")
+    model_type = _model_type(config)
     models: dict[str, dict[str, Any]] = _table()["models"]
     if model_type not in models:
         if not any("expert" in key for part in (config, _inner(config, "text_config")) for key in part):
@@ -164,7 +170,21 @@ def _entry(config: Mapping[str, Any]) -> dict[str, Any]:
             f"model_type {model_type} is not supported; known: {', '.join(known_model_types())}",
             "an MoE model needs one entry in formats/architectures.toml, see CONTRIBUTING.md",
         )
-    return models[model_type]
+    return {**_table()["defaults"], **models[model_type]}
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise SourceError("config.json has no model_type", "take the config.json that belongs to the weights")
+    return model_type
+
+
+def _refuse_known(config: Mapping[str, Any]) -> None:
+    """UnsupportedError for a type that the table refuses, with its reason."""
+    model_type = _model_type(config)
+    if reason := refused_model_types().get(model_type):
+        raise UnsupportedError(f"model_type {model_type} cannot be converted: {reason}", "see `mreader formats`")
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -179,17 +199,30 @@ def _dense(model_type: str) -> UnsupportedError:
 
 
 def _config_value(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> Any:
-    named = entry.get(what, _DEFAULT_KEYS[what])
-    keys = [named] if isinstance(named, str) else list(named)
+    """What config.json says, or the entry for it."""
+    if what in entry.get("fixed", {}):
+        return entry["fixed"][what]
+    keys = _keys(entry, what)
     for key in keys:
         if text.get(key) is not None:
             return text[key]
     raise SourceError(f"config.json has no {' or '.join(keys)}", "take the config.json that belongs to the weights")
 
 
+def _keys(entry: Mapping[str, Any], what: str) -> list[str]:
+    """The keys of config.json that may say it."""
+    named = entry[what]
+    return [named] if isinstance(named, str) else list(named)
+
+
 def _count(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> int:
-    """A size that config.json gives; SourceError where it is missing or no positive number."""
+    """A size that config.json gives; SourceError where it is missing or no positive number.
+
+    A list gives it layer by layer, and has to give the same for all.
+    """
     value = _config_value(entry, text, what)
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        value = value[0]
     if type(value) is not int or value < 1:
         raise _wrong(what, value, "size")
     return value
@@ -241,18 +274,35 @@ def _refuse_unannounced(experts: Sequence[tuple[str, TensorSpec]], files: Collec
             raise _quantized(_QUANTIZED_DTYPES[spec.dtype], f": {name} is stored as {spec.dtype}")
 
 
-def _fitting_prefix(prefixes: Sequence[str], tensors: Mapping[str, TensorSpec]) -> str | None:
-    return next((prefix for prefix in prefixes if _by_layer(prefix, tensors)), None)
-
-
-def _by_layer(prefix: str, tensors: Mapping[str, TensorSpec]) -> dict[int, dict[str, tuple[str, TensorSpec]]]:
-    """layer -> name below the experts' prefix -> (whole name, spec)."""
-    pattern = re.compile(re.escape(prefix).replace(re.escape("{layer}"), r"(\d+)") + r"\.(.+)")
+def _by_layer(
+    prefix: str, entry: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
+) -> dict[int, dict[str, tuple[str, TensorSpec]]]:
+    """layer -> name below the experts' prefix, or with ../ beside it -> (whole name, spec)."""
+    beside = [
+        name.removeprefix("../")
+        for layout in entry["layouts"]
+        for name in _table()["layouts"][layout].values()
+        if str(name).startswith("../")
+    ]
+    below = re.compile(rf"{_numbered(prefix)}\.(.+)")
+    outside = re.compile(rf"{_numbered(prefix.rpartition('.')[0])}\.({'|'.join(map(re.escape, beside))})")
     grouped: dict[int, dict[str, tuple[str, TensorSpec]]] = {}
     for name, spec in tensors.items():
-        if match := pattern.fullmatch(name):
-            grouped.setdefault(int(match[1]), {})[match[2]] = (name, spec)
+        if match := below.fullmatch(name):
+            if match[2] not in entry.get("kept", ()):
+                grouped.setdefault(int(match[1]), {})[match[2]] = (name, spec)
+        elif beside and (match := outside.fullmatch(name)):
+            grouped.setdefault(int(match[1]), {})[f"../{match[2]}"] = (name, spec)
     return grouped
+
+
+def _numbered(prefix: str) -> str:
+    return re.escape(prefix).replace(re.escape("{layer}"), r"(\d+)")
+
+
+def _whole(prefix: str, name: str) -> str:
+    """The whole name of a tensor that a layout names."""
+    return f"{prefix.rpartition('.')[0]}.{name[3:]}" if name.startswith("../") else f"{prefix}.{name}"
 
 
 def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[range, frozenset[int]]:
@@ -261,19 +311,46 @@ def _routed_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[r
     These keys mean the same in every architecture that has them. A range, as a wrong number of layers may be any.
     """
     layers = _count(entry, text, "num_layers")
-    step, first = (text.get(key) or none for key, none in (("decoder_sparse_step", 1), ("first_k_dense_replace", 0)))
-    dense = text.get("mlp_only_layers") or []
-    if type(step) is not int or step < 1:
-        raise _wrong("decoder_sparse_step", step, "number of layers")
-    if type(first) is not int or first < 0:
-        raise _wrong("first_k_dense_replace", first, "number of layers")
-    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
-        raise _wrong("mlp_only_layers", dense, "list of layers")
-    return range(step - 1 + -(-max(first - step + 1, 0) // step) * step, layers, step), frozenset(dense)
+    if (end := _layer_number(text, "moe_layer_end_index", -1, least=-1)) >= 0:
+        layers = min(layers, end + 1)
+    first = max(_layer_number(text, key, 0) for key in _FIRST_LAYER)
+    if text.get("expert_layer_period"):
+        step = _layer_number(text, "expert_layer_period", 1, least=1)
+        phase = _layer_number(text, "expert_layer_offset", 0) % step
+    else:
+        step = max(_layer_number(text, key, 1, least=1) for key in _EVERY_SO_MANY)
+        phase = step - 1
+    return range(phase + -(-max(first - phase, 0) // step) * step, layers, step), _dense_layers(text)
+
+
+def _layer_number(text: Mapping[str, Any], key: str, default: int, least: int = 0) -> int:
+    value = text.get(key) or default
+    if type(value) is not int or value < least:
+        raise _wrong(key, value, "number of layers")
+    return value
+
+
+def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
+    """The layers that config.json names as dense, one by one or in a list of what every layer is."""
+    named = text.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(number) is int for number in named):
+        raise _wrong("mlp_only_layers", named, "list of layers")
+    types = text.get("mlp_layer_types") or []
+    if not isinstance(types, list):
+        raise _wrong("mlp_layer_types", types, "list of layers")
+    every = text.get("moe_layer_freq")  # a number in some types, which nothing follows
+    dense = [number for number, is_routed in enumerate(every if isinstance(every, list) else []) if not is_routed]
+    return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind != "sparse")])
+
+
+def _predicting_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> range:
+    """The layers after the last that predict further tokens: no part of decoding, so that they are copied."""
+    layers = _count(entry, text, "num_layers")
+    return range(layers, layers + min(_layer_number(text, "num_nextn_predict_layers", 0), _MOST_PREDICTING))
 
 
 def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
-    counts = [text.get(key) for key in _DEFAULT_KEYS["num_experts"]]
+    counts = [text.get(key) for key in _keys(entry, "num_experts")]
     if text.get("enable_moe_block") is False or not any(counts):
         return _dense(config["model_type"])
     numbers, dense = _routed_layers(entry, text)
@@ -307,7 +384,7 @@ def _layer(
     expected = set()
     for name, shape in _expected(layout, experts, channels, hidden):
         if name not in tensors:
-            raise SourceError(f"{prefix}.{name} is missing", "download the checkpoint again")
+            raise SourceError(f"{_whole(prefix, name)} is missing", "download the checkpoint again")
         if tensors[name][1].shape != shape:
             raise SourceError(
                 f"{tensors[name][0]} has shape {list(tensors[name][1].shape)}, config.json says {list(shape)}",
@@ -331,24 +408,25 @@ def _layer(
     return RoutedLayer(number, ordinal, prefix, experts, channels, hidden, dtypes[0], gate, up, down)
 
 
-def _layout(names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, str]:
+def _layout(names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, Any]:
     """The layout most of whose names are there: one missing tensor must not hide which layout it is missing from."""
-    layouts: dict[str, dict[str, str]] = _table()["layouts"]
+    layouts: dict[str, dict[str, Any]] = _table()["layouts"]
     patterns = {
-        name: [re.escape(n).replace(re.escape("{expert}"), r"\d+") for n in layouts[name].values()] for name in names
+        name: [re.escape(str(n)).replace(re.escape("{expert}"), r"\d+") for n in layouts[name].values()]
+        for name in names
     }
     fit = {name: sum(bool(re.fullmatch("|".join(p), t)) for t in tensors) for name, p in patterns.items()}
     return layouts[max(names, key=lambda name: fit[name])]
 
 
 def _expected(
-    layout: Mapping[str, str], experts: int, channels: int, hidden: int
+    layout: Mapping[str, Any], experts: int, channels: int, hidden: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) of the tensors of a layer; one by one, as a wrong number of experts may be any."""
     gate_up, down = (channels, hidden), (hidden, channels)
     if "gate_up" in layout:
-        yield layout["gate_up"], (experts, 2 * channels, hidden)
-        yield layout["down"], (experts, *down)
+        for part, (rows, columns) in (("gate_up", (2 * channels, hidden)), ("down", down)):
+            yield layout[part], (experts, columns, rows) if layout.get("transposed") else (experts, rows, columns)
         return
     for e in range(experts):
         for part, shape in (("gate", gate_up), ("up", gate_up), ("down", down)):
@@ -356,17 +434,17 @@ def _expected(
 
 
 def _matrices(
-    layout: Mapping[str, str], prefix: str, experts: int, channels: int
+    layout: Mapping[str, Any], prefix: str, experts: int, channels: int
 ) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...], tuple[Matrix, ...]]:
     def name(part: str, expert: int) -> str:
-        return f"{prefix}.{layout[part].format(expert=expert)}"
+        return _whole(prefix, layout[part].format(expert=expert))
 
-    numbers = range(experts)
+    numbers, turned = range(experts), bool(layout.get("transposed"))
     if "gate_up" in layout:
         return (
-            tuple(Matrix(name("gate_up", e), e, 0, channels) for e in numbers),
-            tuple(Matrix(name("gate_up", e), e, channels, 2 * channels) for e in numbers),
-            tuple(Matrix(name("down", e), e) for e in numbers),
+            tuple(Matrix(name("gate_up", e), e, 0, channels, turned) for e in numbers),
+            tuple(Matrix(name("gate_up", e), e, channels, 2 * channels, turned) for e in numbers),
+            tuple(Matrix(name("down", e), e, transposed=turned) for e in numbers),
         )
     gate, up, down = (tuple(Matrix(name(part, e)) for e in numbers) for part in ("gate", "up", "down"))
     return gate, up, down
