@@ -133,7 +133,8 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     settings = module.mreader.settings
     if not _has_kernels(module, x):
         return read(x, ids, weights, _layer_of(module, x.device), settings)
-    from mreader.kernels.decode import MOST_CANDIDATES, decode
+    from mreader.kernels.decode import decode
+    from mreader.kernels.layout import MOST_CANDIDATES
 
     if ids.shape[1] * _stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
         return read(x, ids, weights, _layer_of(module, x.device), settings)

@@ -19,7 +19,7 @@ from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
 from mreader.kernels.intrinsics import has_dependent_launch
-from mreader.kernels.layout import TILE, Tiles, to_tiles
+from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.screen_kernel import screen_kernel
 from mreader.kernels.select_kernel import select_kernel
@@ -34,7 +34,6 @@ _HISTOGRAM = {
     "COARSE": 1 << 31 - _COARSE_SHIFT,
     "FINE": 1 << 31 - _FINE_SHIFT,
 }
-MOST_CANDIDATES = (1 << 16) - 1  # counted in 16 bits
 
 
 @dataclass(frozen=True)
