@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from mreader.errors import UsageError
+from mreader.errors import SourceError, UsageError
 from mreader.progress import Progress
 from mreader.runtime import reader_mode, runtime_of
 
@@ -61,6 +61,19 @@ def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]], dtype=torch.int64)
 
 
+def read_ids(path: Path, model: Path) -> Tensor:
+    """The token ids of a .npy file, or of text by the tokenizer in the folder of a model."""
+    if path.suffix == ".npy":
+        return read_tokens(path)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", "name a .npy file, a text file, or a folder of .py, .txt or .md")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{model} has no tokenizer", "give token ids as a .npy file") from error
+    return read_text(path, tokenizer)
+
+
 def cut_windows(tokens: Tensor, windows: int, length: int) -> Tensor:
     """The first `windows` windows of `length` tokens, (N, T); UsageError where there are fewer."""
     if windows < 1 or length < 2:
@@ -81,16 +94,12 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
     """
     progress = progress or Progress()
     progress.begin("evaluating", windows.numel(), "tokens")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
-        raise UsageError(
-            f"token id {int(windows.max())} is outside the vocabulary of {vocabulary}", "use its tokenizer"
-        )
+    refuse_unknown_tokens(model, windows)
     sums = torch.zeros(4, dtype=torch.float64)
-    for batch in _batches(windows):
+    for batch in window_batches(windows):
         batch = batch.to(model.device)
         dense, sparse = (_logits(model, batch, mode) for mode in ("never", "always"))
-        sums += torch.stack([_compare(d, s, ids) for d, s, ids in zip(dense, sparse, batch, strict=True)]).sum(0)
+        sums += compare_windows(dense, sparse, batch).sum(0)
         progress.advance(batch.numel())
     kl, agreed, nll_dense, nll = sums.tolist()
     runtime, predicted = runtime_of(model), windows.shape[0] * (windows.shape[1] - 1)
@@ -104,7 +113,17 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
     )
 
 
-def _batches(windows: Tensor) -> Iterator[Tensor]:
+def refuse_unknown_tokens(model: PreTrainedModel, windows: Tensor) -> None:
+    """UsageError where a token id is outside the model's vocabulary."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
+        raise UsageError(
+            f"token id {int(windows.max())} is outside the vocabulary of {vocabulary}", "use its tokenizer"
+        )
+
+
+def window_batches(windows: Tensor) -> Iterator[Tensor]:
+    """So many windows at a time as fit."""
     at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
     for start in range(0, len(windows), at_once):
         yield windows[start : start + at_once]
@@ -116,8 +135,16 @@ def _logits(model: PreTrainedModel, ids: Tensor, mode: Any) -> Tensor:
     return logits
 
 
+def compare_windows(dense: Tensor, sparse: Tensor, ids: Tensor) -> Tensor:
+    """(N, 4) float64 on the CPU: of each window the sums of KL, agreements, loss of the dense model and of the other.
+
+    dense, sparse: (N, T, V) - logits
+    ids:           (N, T) int64
+    """
+    return torch.stack([_compare(d, s, i) for d, s, i in zip(dense, sparse, ids, strict=True)])
+
+
 def _compare(dense: Tensor, sparse: Tensor, ids: Tensor) -> Tensor:
-    """Sums over a window: KL, agreements, loss of the dense model, loss of the reader. Logits: (T, V)."""
     p, q = log_softmax(dense.float(), -1), log_softmax(sparse.float(), -1)
     return (
         torch.stack(

@@ -81,7 +81,7 @@ def test_factors_are_read_whole() -> None:
 
 
 def test_a_rank_of_512_costs_what_the_design_page_says() -> None:
-    """Low-rank predictors do not shrink with the expert: 30.6 % of a 2048 x 768 expert, one pair of factors an expert."""
+    """30.6 % of a 2048 x 768 expert for one pair of factors: low-rank predictors do not shrink with the expert."""
     plan = Plan(factor_rank=512)
     factors = low_rank_cost(QWEN, plan).fixed - weighted_inputs_cost(QWEN, plan).fixed
     assert factors / 3 / NATIVE == pytest.approx(0.306, abs=0.001)
@@ -120,6 +120,5 @@ def test_a_budget_buys_the_largest_k_that_fits() -> None:
 def test_a_third_is_the_least_of_what_reads_a_matrix_first() -> None:
     with pytest.raises(InfeasibleError) as caught:
         fit_channels("cats", QWEN, 0.33, Plan(), gate_first_cost)
-    assert caught.value.least == pytest.approx(1 / 3)
     assert "33.33 %" in caught.value.remedy
     assert fit_channels("cats", QWEN, 0.4, Plan(), gate_first_cost).k == 614  # (0.4 - 1/3) / (2/3) of 6,144

@@ -23,13 +23,7 @@ _HALF = 2  # bytes of a stored norm, scale or factor
 
 
 class InfeasibleError(UsageError):
-    """A budget that a selector cannot keep, whatever it skips. `least`: the smallest that it can."""
-
-    def __init__(self, name: str, reads: float, least: float) -> None:
-        super().__init__(
-            f"{name} cannot read {100 * reads:.4g} %", f"before it skips anything it reads {100 * least:.2f} %"
-        )
-        self.least = least
+    """What a selector cannot do: keep to a budget, or recover what it knows nothing of."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,10 @@ def fit_channels(name: str, shape: BlockShape, reads: float, plan: Plan, cost: C
     channel = one.sectors(1) - none.sectors(0)
     room = (reads * shape.native_sectors - none.sectors(0)) / channel
     if room < -_ROUNDING:
-        raise InfeasibleError(name, reads, none.sectors(0) / shape.native_sectors)
+        least = none.sectors(0) / shape.native_sectors
+        raise InfeasibleError(
+            f"{name} cannot read {100 * reads:.4g} %", f"it reads {100 * least:.2f} % before it keeps anything"
+        )
     return replace(plan, k=min(math.floor(room + _ROUNDING), shape.candidates))
 
 
