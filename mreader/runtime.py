@@ -8,6 +8,7 @@ weights, and a step of query length 1 on a cache reads only the channels that ma
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert, r stored rank
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mreader.activations import get_activation
@@ -26,12 +33,21 @@ from mreader.backend import layout_on
 from mreader.budget import BlockShape, Budget, Layout, Reads, count_reads
 from mreader.errors import SourceError, UsageError
 from mreader.experts import expect_layer, experts_forward, view_as_stock
-from mreader.formats.architectures import routing
+from mreader.formats.architectures import predicting_layers, routed_part, routing
 from mreader.formats.augmented import METHOD, FormatOptions, open_augmented
 from mreader.formats.safetensors_file import read_header
 from mreader.reader import ReadSettings
 
 Mode = Literal["decode", "always", "never"]
+_WHERE_AND_AS_WHOM = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "subfolder",
+    "force_download",
+    "code_revision",
+)
 
 
 # What a thread is doing with which runtime, by its id: threads may share a model. Values are never changed in place.
@@ -122,7 +138,7 @@ def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -
         module.mreader, module.mreader_dense = runtime, dense
     if METHOD not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
-    model.set_experts_implementation(METHOD)
+    _routed_part(model).set_experts_implementation(METHOD)
     _watch_decoding(model, runtime)
     model.mreader = runtime
 
@@ -144,9 +160,17 @@ def load(
 
     if Path(path).exists() or not is_repo_id(str(path)):
         open_augmented(Path(path))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+    model = _auto_class(path, kwargs).from_pretrained(path, dtype=dtype, **kwargs)
     loaded: PreTrainedModel = model.to(pick_device(device)).eval()
     return loaded
+
+
+def _auto_class(path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+    """The first of transformers' auto classes that has the checkpoint's model: of a multimodal one some are in all."""
+    hub = {key: kwargs[key] for key in _WHERE_AND_AS_WHOM if key in kwargs}
+    config = type(AutoConfig.from_pretrained(path, **hub))
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((auto for auto in classes if config in auto._model_mapping), AutoModelForCausalLM)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -214,9 +238,18 @@ def _resolve(budget: Budget, shape: BlockShape) -> ReadSettings:
     return budget.resolve(shape)
 
 
-def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _routed_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of the model that the format's routed experts are in: mostly all of it."""
+    part: PreTrainedModel = model.get_submodule(routed_part(model.config.to_dict()))
+    return part
+
+
+def _experts_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """The modules behind transformers' experts interface, with gate and up fused."""
+    within = routed_part(model.config.to_dict())
     for name, module in model.named_modules():
+        if within and not name.startswith(f"{within}."):
+            continue
         if getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             yield name, module
 
@@ -249,6 +282,7 @@ def _raise_on_missing_tensors(model: PreTrainedModel) -> None:
 
     def adjust_and_check(loading_info: Any) -> None:
         adjust(loading_info)
+        loading_info.unexpected_keys -= {name for name in loading_info.unexpected_keys if _predicts(model, name)}
         del model._adjust_missing_and_unexpected_keys
         faults = [f"{name} is missing" for name in sorted(loading_info.missing_keys)]
         faults += [f"{name} is unknown" for name in sorted(loading_info.unexpected_keys)]
@@ -260,6 +294,12 @@ def _raise_on_missing_tensors(model: PreTrainedModel) -> None:
             raise SourceError(f"tensor {faults[0]}", "download the checkpoint again, or convert the source again")
 
     model._adjust_missing_and_unexpected_keys = adjust_and_check
+
+
+def _predicts(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is of the layers after the last, which predict further tokens: transformers leaves them out."""
+    numbers = re.findall(r"\.layers\.(\d+)\.", f".{name}")
+    return bool(numbers) and int(numbers[0]) in predicting_layers(model.config.to_dict())
 
 
 def _watch_decoding(model: PreTrainedModel, runtime: Runtime) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 
@@ -108,6 +112,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_QWEN_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "out_hidden_size": HIDDEN},
+}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 _INTERMEDIATE = {
     **{key: value for key, value in _TEXT.items() if key != "num_hidden_layers"},
@@ -129,6 +136,15 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 32},
     },
     "axk1": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
+    "axk2": {**_MLA, "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 32},
+    "bailing_hybrid": {
+        **{**_MLA, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+        **{"num_local_experts": EXPERTS, "model_max_length": 128},
+    },
+    "beam": {
+        **{**_SHARED, "num_experts": EXPERTS, "num_hidden_layers": 2, "head_dim": 48},
+        **{"mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
+    },
     "cohere2_moe": {
         **{**_INTERMEDIATE, "num_experts": EXPERTS, "num_shared_experts": 1, "head_dim": 48, "sliding_window": 32},
         **{"mlp_layer_types": ["dense", "sparse"], "prefix_dense_intermediate_size": 96, "logit_scale": 1.0},
@@ -151,6 +167,16 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_GROUPED, "use_qk_norm": True},
     "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
     "glm_moe_dsa": {**_MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64},
+    "glm4v_moe": {
+        "text_config": {
+            **_GROUPED,
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+                "mrope_section": [4, 4, 4],
+            },
+        },
+        "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN},
+    },
     "granitemoe": _GRANITE,
     "granitemoe_swa": {**_GRANITE, "shared_intermediate_size": 64},
     "granitemoehybrid": {
@@ -187,11 +213,64 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "minimax_m2": {**_GRANITE, "head_dim": 48},
     "phimoe": _GRANITE,
     "qwen3_next": {**_QWEN3_5, "intermediate_size": 96, "mlp_only_layers": [0]},
+    "qwen3_omni_moe": {
+        "thinker_config": {
+            "vision_start_token_id": VOCABULARY - 1,
+            "text_config": {**_QWEN, "intermediate_size": 96, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+            "audio_config": {
+                **{"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48},
+                **{"output_dim": HIDDEN, "downsample_hidden_size": 16},
+            },
+        },
+        "talker_config": {  # which has experts of its own
+            **{"spatial_merge_size": 2, "thinker_hidden_size": HIDDEN, "accept_hidden_layer": 1, "num_code_groups": 4},
+            "text_config": {**_QWEN2, "num_hidden_layers": 1, "hidden_size": 64},
+            "code_predictor_config": {**_TEXT, "hidden_size": 64, "num_hidden_layers": 1, "num_code_groups": 4},
+        },
+        "code2wav_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "codebook_size": 64, "decoder_dim": 64, "num_quantizers": 4},
+            **{"upsample_rates": [2, 2], "upsampling_ratios": [2, 2]},
+        },
+    },
+    "qwen3_vl_moe": {
+        "text_config": {**_QWEN, "intermediate_size": 96, "mlp_only_layers": [0]},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": False,
+    },
+    "sarvam_mla": _MLA,
+    "sarvam_moe": _GROUPED,
     "solar_open": {**_GROUPED, "n_group": 1, "first_k_dense_replace": 0},
     "zaya": {**_QWEN, "num_experts_per_tok": 1},
 }
 
-MODEL_TYPES = {**ARCHITECTURES, **{name: (name, values) for name, values in MORE_TYPES.items()}}
+
+def _transpose_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The axes of fused experts swapped: so they lie on the Hub, while transformers saves what it has in memory."""
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+
+
+def _add_predicting_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One layer after the last, with experts: transformers passes it over."""
+    more = {name.replace(".layers.1.", ".layers.2."): t.clone() for name, t in tensors.items() if ".layers.1." in name}
+    return {**tensors, **more, "model.layers.2.eh_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN).bfloat16()}
+
+
+# As a type is published, where that is not as transformers saves it: name of the case -> (model_type, what differs).
+PUBLISHED: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "deepseek_v3, one layer predicts": ("deepseek_v3", _add_predicting_layer),
+    "glm4_moe, one layer predicts": ("glm4_moe", _add_predicting_layer),
+    "qwen3_vl_moe, transposed": ("qwen3_vl_moe", _transpose_experts),
+}
+
+MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    **ARCHITECTURES,
+    **{name: (name, values) for name, values in MORE_TYPES.items()},
+    **{name: (model_type, MORE_TYPES[model_type]) for name, (model_type, _) in PUBLISHED.items()},
+}
 
 
 def is_in_transformers(name: str) -> bool:
@@ -208,14 +287,19 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
         values = {**values, **overrides}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **values)
-    auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
+    # A multimodal model as a whole, where its language model alone would be to be had as well.
+    classes = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForMultimodalLM)
+    auto = next(auto for auto in classes if type(config) in auto._model_mapping)
     model: PreTrainedModel = auto.from_config(config)
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
 
 
 def save_tiny(folder: Path, name: str, *, max_shard_size: str = "5GB", **overrides: Any) -> PreTrainedModel:
-    """The model of `tiny_model`, saved into `folder` by `save_pretrained`."""
+    """The model of `tiny_model`, saved into `folder` by `save_pretrained`, or as it is published."""
     model = tiny_model(name, **overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if name in PUBLISHED:
+        file, (_, publish) = folder / "model.safetensors", PUBLISHED[name]
+        save_file(publish(load_file(file)), file, metadata={"format": "pt"})
     return model

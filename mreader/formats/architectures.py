@@ -20,7 +20,6 @@ from mreader.formats.safetensors_file import TensorSpec
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
 _FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EVERY_SO_MANY = ("decoder_sparse_step", "moe_layer_interval")
-_MOST_PREDICTING = 64  # layers that predict further tokens; models have one to three
 _WEIGHT_DTYPES = ("BF16", "F16", "F32")
 # How quantized weights are told that config.json does not announce. The first that fits names the method: ends of the
 # names of the experts' tensors that only one method has, files beside the weights, then what several methods have.
@@ -129,8 +128,7 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
     _refuse_unannounced([named for layer in grouped.values() for named in layer.values()], checkpoint.files)
     if prefix is None:
         raise _no_experts(config, entry, text)
-    for number in _predicting_layers(entry, text):
-        grouped.pop(number, None)
+    grouped = {number: names for number, names in grouped.items() if number not in predicting_layers(config)}
     _compare_layers(grouped, entry, text)
     routed, activation = routing(config)
     if routed > _count(entry, text, "num_experts"):
@@ -146,9 +144,11 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config.json: the whole of it, or its `text_config` for a multimodal model."""
-    key = _entry(config).get("text")
-    return (_inner(config, key) if key else {}) or config
+    """The language model's part of a config.json: the whole of it, or one like `text_config` of a multimodal model."""
+    text = config
+    for key in _entry(config).get("text", "").split("."):
+        text = _inner(text, key)
+    return text or config
 
 
 def routing(config: Mapping[str, Any]) -> tuple[int, str]:
@@ -158,6 +158,18 @@ def routing(config: Mapping[str, Any]) -> tuple[int, str]:
     if not isinstance(activation, str):
         raise _wrong("activation", activation, "name of one")
     return routed, activation
+
+
+def predicting_layers(config: Mapping[str, Any]) -> range:
+    """The layers after the last, which predict further tokens: no part of decoding, so that they are copied."""
+    entry, text = _entry(config), text_config(config)
+    layers = _count(entry, text, "num_layers")
+    return range(layers, layers + _layer_number(text, "num_nextn_predict_layers", 0))
+
+
+def routed_part(config: Mapping[str, Any]) -> str:
+    """The part of a loaded model that has the routed experts: "" for all of it."""
+    return str(_entry(config).get("within", ""))
 
 
 def _entry(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,12 +355,6 @@ def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
     return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind != "sparse")])
 
 
-def _predicting_layers(entry: Mapping[str, Any], text: Mapping[str, Any]) -> range:
-    """The layers after the last that predict further tokens: no part of decoding, so that they are copied."""
-    layers = _count(entry, text, "num_layers")
-    return range(layers, layers + min(_layer_number(text, "num_nextn_predict_layers", 0), _MOST_PREDICTING))
-
-
 def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
     counts = [text.get(key) for key in _keys(entry, "num_experts")]
     if text.get("enable_moe_block") is False or not any(counts):
@@ -380,7 +386,7 @@ def _layer(
     tensors: Mapping[str, tuple[str, TensorSpec]],
 ) -> RoutedLayer:
     experts, channels, hidden = (_count(entry, text, what) for what in ("num_experts", "channels", "hidden_size"))
-    layout = _layout(entry["layouts"], tensors)
+    layout = _layout(entry["layouts"], tensors, experts, channels, hidden)
     expected = set()
     for name, shape in _expected(layout, experts, channels, hidden):
         if name not in tensors:
@@ -408,15 +414,22 @@ def _layer(
     return RoutedLayer(number, ordinal, prefix, experts, channels, hidden, dtypes[0], gate, up, down)
 
 
-def _layout(names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, Any]:
-    """The layout most of whose names are there: one missing tensor must not hide which layout it is missing from."""
+def _layout(
+    names: Sequence[str], tensors: Mapping[str, tuple[str, TensorSpec]], experts: int, channels: int, hidden: int
+) -> dict[str, Any]:
+    """The layout most of whose names are there: one missing tensor must not hide which layout it is missing from.
+
+    Of two with the same names the first whose shapes are those of the tensors, which is how transformers tells them.
+    """
     layouts: dict[str, dict[str, Any]] = _table()["layouts"]
-    patterns = {
-        name: [re.escape(str(n)).replace(re.escape("{expert}"), r"\d+") for n in layouts[name].values()]
-        for name in names
-    }
-    fit = {name: sum(bool(re.fullmatch("|".join(p), t)) for t in tensors) for name, p in patterns.items()}
-    return layouts[max(names, key=lambda name: fit[name])]
+
+    def fit(layout: Mapping[str, Any]) -> tuple[int, bool]:
+        patterns = [re.escape(str(n)).replace(re.escape("{expert}"), r"\d+") for n in layout.values()]
+        name, shape = next(_expected(layout, experts, channels, hidden))
+        there = sum(bool(re.fullmatch("|".join(patterns), tensor)) for tensor in tensors)
+        return there, name in tensors and tensors[name][1].shape == shape
+
+    return max((layouts[name] for name in names), key=fit)
 
 
 def _expected(
