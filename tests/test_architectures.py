@@ -11,8 +11,8 @@ from checkpoints import ARCHITECTURES
 from commands import contents, mreader
 from sources import INDEX, make_source, read_json, shards
 
-from mreader.errors import SourceError
-from mreader.formats.architectures import find_architecture
+from mreader.errors import SourceError, UnsupportedError
+from mreader.formats.architectures import find_architecture, known_model_types
 from mreader.formats.checkpoint import Checkpoint, assemble, open_checkpoint
 from mreader.formats.safetensors_file import parse_header
 
@@ -117,3 +117,63 @@ def test_borders_of_shards_cut_through_experts(tmp_path: Path) -> None:
     where = read_json(source / INDEX)["weight_map"]
     experts = {name.rsplit(".", 2)[0] for name in where if ".experts." in name}
     assert [e for e in experts if len({where[f"{e}.{part}_proj.weight"] for part in ("gate", "up", "down")}) > 1]
+
+
+class TestFormats:
+    """`mreader formats` is the table, in text and as JSON."""
+
+    def test_json_lists_what_is_supported_and_why_the_rest_is_not(self) -> None:
+        found = json.loads(mreader("formats", "--json").out)
+        types = {entry["model_type"]: entry for entry in found["model_types"]}
+        assert [name for name, entry in types.items() if entry["supported"]] == known_model_types()
+        assert types["granitemoe"]["experts"] == ["model.layers.{layer}.block_sparse_moe.experts"]
+        assert types["granitemoe"]["layouts"] == ["fused_linear", "fused"]
+        assert all(entry["supported"] != bool(entry["reason"]) for entry in types.values())
+        named = {layout["name"]: layout for layout in found["layouts"]}
+        assert {name for entry in types.values() for name in entry["layouts"]} == set(named)
+        assert named["per_expert_w"]["tensors"]["down"] == "{expert}.w2.weight"
+        assert [name for name, layout in named.items() if layout["transposed"]] == ["fused_transposed"]
+
+    def test_text_names_every_type_and_layout(self) -> None:
+        found, shown = json.loads(mreader("formats", "--json").out), mreader("formats").out
+        for entry in (*found["model_types"], *found["layouts"]):
+            assert entry.get("model_type", entry.get("name")) in shown
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt_oss", "biases"),
+        ("llama4", "experts' input"),
+        ("muse_spark", "norm"),
+        ("nemotron_h", "no gate"),
+    ],
+)
+def test_a_type_that_cannot_work_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    """Also where its weights are quantized, which another checkpoint would not help."""
+    config = {**FIRST_TWO_DENSE, "model_type": model_type, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UnsupportedError, match=f"{model_type} cannot be converted: .*{reason}"):
+        find_architecture(headers_only(config, [2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"num_dense_layers": 3}, [3, 4, 5]),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 1}, [1, 2, 3]),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2}, [1, 3, 5]),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, [1, 3, 5]),
+        ({"expert_layer_period": 2, "expert_layer_offset": 3}, [1, 3, 5]),
+        ({"mlp_layer_types": ["dense", "sparse", "dense", "dense", "sparse", "sparse"]}, [1, 4, 5]),
+        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, [1, 2, 4, 5]),
+        ({"moe_layer_freq": 1, "first_k_dense_replace": 4}, [4, 5]),
+        ({"num_nextn_predict_layers": 2, "first_k_dense_replace": 4}, [4, 5, 6, 7]),
+    ],
+)
+def test_which_layers_config_json_promises(keys: dict[str, Any], layers: list[int]) -> None:
+    config = {**FIRST_TWO_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 0, **keys}
+    expected = [number for number in layers if number < 6]
+    assert [layer.number for layer in find_architecture(headers_only(config, layers)).layers] == expected
+    wrong = [number for number in range(6) if number not in expected] or expected[1:]
+    with pytest.raises(SourceError, match=r"config\.json says otherwise"):
+        find_architecture(headers_only(config, wrong))

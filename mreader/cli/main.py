@@ -37,6 +37,10 @@ _COMMANDS = {
         "push:push_command",
         "Verify an augmented checkpoint and publish it with a model card. Run again, it resumes.",
     ),
+    "formats": (
+        "formats:formats_command",
+        "List the model types, how their experts lie on disk, and which types cannot be converted, with the reason.",
+    ),
     "tune": ("tune:tune_command", "Find the fastest launch parameters of every kernel on this GPU, and keep them."),
     "bench": ("bench:bench_app", "Measure on a GPU: the decode block, a whole model, DRAM reads."),
 }

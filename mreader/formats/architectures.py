@@ -20,7 +20,7 @@ from mreader.formats.safetensors_file import TensorSpec
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
 _FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EVERY_SO_MANY = ("decoder_sparse_step", "moe_layer_interval")
-_WEIGHT_DTYPES = ("BF16", "F16", "F32")
+SOURCE_DTYPES = ("BF16", "F16", "F32")
 # How quantized weights are told that config.json does not announce. The first that fits names the method: ends of the
 # names of the experts' tensors that only one method has, files beside the weights, then what several methods have.
 _QUANTIZED_NAMES = (
@@ -97,6 +97,38 @@ class Architecture:
         return frozenset(name for layer in self.layers for name in layer.tensors)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """One way of naming a layer's experts on disk.
+
+    tensors:    "gate", "up", "gate_up" or "down" -> name below the experts' prefix
+    transposed: whether the last two axes of fused tensors are swapped
+    """
+
+    name: str
+    tensors: dict[str, str]
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """What the table says of a model type.
+
+    experts: prefixes of a layer's routed experts, and
+    layouts: names of the layouts in use; both empty for a type that is refused
+    reason:  why it is refused, None where it is supported
+    """
+
+    model_type: str
+    experts: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    reason: str | None = None
+
+    @property
+    def supported(self) -> bool:
+        return self.reason is None
+
+
 @cache
 def _table() -> dict[str, Any]:
     return tomllib.loads(files("mreader.formats").joinpath("architectures.toml").read_text(encoding="utf-8"))
@@ -106,9 +138,20 @@ def known_model_types() -> list[str]:
     return sorted(_table()["models"])
 
 
-def refused_model_types() -> dict[str, str]:
-    """Model type -> why its routed experts cannot be read sparsely."""
-    return dict(_table()["refused"])
+def model_types() -> list[ModelType]:
+    """All that the table has, supported or refused, by name."""
+    entries = {name: {**_table()["defaults"], **entry} for name, entry in _table()["models"].items()}
+    found = [ModelType(name, tuple(entry["experts"]), tuple(entry["layouts"])) for name, entry in entries.items()]
+    found += [ModelType(name, reason=reason) for name, reason in _table()["refused"].items()]
+    return sorted(found, key=lambda model_type: model_type.model_type)
+
+
+def layouts() -> list[Layout]:
+    """All that the table has."""
+    return [
+        Layout(name, {part: value for part, value in entry.items() if part != "transposed"}, "transposed" in entry)
+        for name, entry in _table()["layouts"].items()
+    ]
 
 
 def find_architecture(checkpoint: Checkpoint) -> Architecture:
@@ -195,7 +238,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def _refuse_known(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a type that the table refuses, with its reason."""
     model_type = _model_type(config)
-    if reason := refused_model_types().get(model_type):
+    if reason := _table()["refused"].get(model_type):
         raise UnsupportedError(f"model_type {model_type} cannot be converted: {reason}", "see `mreader formats`")
 
 
@@ -403,7 +446,7 @@ def _layer(
                 f"{whole} belongs to the routed experts, and no rule says what to do with it",
                 "if it should be kept, add it to the model's layout in formats/architectures.toml",
             )
-        if spec.dtype not in _WEIGHT_DTYPES:
+        if spec.dtype not in SOURCE_DTYPES:
             raise UnsupportedError(
                 f"{whole} is stored as {spec.dtype}, which is not supported yet", "convert the BF16 checkpoint instead"
             )
