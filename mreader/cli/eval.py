@@ -2,14 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mreader.cli.console import key_values, out, percent, print_json, progress
 from mreader.cli.model import BudgetOptions, load_model
 from mreader.cli.options import (
-    AugmentedPath,
     Channels,
     Coordinates,
     Device,
@@ -23,10 +22,19 @@ from mreader.cli.options import (
     verbosity,
 )
 from mreader.errors import UsageError
+from mreader.formats.augmented import is_augmented
+
+if TYPE_CHECKING:
+    from mreader.evaluate import Evaluation
+    from mreader.progress import Progress
+
+_CALIBRATION_WINDOWS = 8
 
 
 def eval_command(
-    path: AugmentedPath,
+    path: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of an augmented checkpoint, or of a source with --reads.")
+    ],
     tokens: Annotated[Path | None, typer.Option(help=".npy file of token ids.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, or folder of .py, .txt and .md files.")] = None,
     windows: Annotated[int, typer.Option(help="How many windows.")] = 16,
@@ -36,6 +44,14 @@ def eval_command(
     coordinates: Coordinates = None,
     score: Score = None,
     rank: Rank = None,
+    selector: Annotated[str, typer.Option(help="Whose scores; `mreader compare` shows what there is.")] = "reader",
+    keep: Annotated[str, typer.Option(help="topk, topk-expert or threshold.")] = "topk",
+    recovery: Annotated[
+        str | None, typer.Option(help="none, map or fitted; by default the reader's map, and none for others.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help=".npy file of token ids, text file or folder, for what has to be calibrated.")
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
     json: Json = False,
@@ -43,28 +59,81 @@ def eval_command(
     verbose: Verbose = False,
 ) -> None:
     """Compare the reader with the dense model, every token of every window through both."""
-    from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
-
     if (tokens is None) == (text is None):
         raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
-    given = read_tokens(tokens) if tokens is not None else None
-    if text is not None and not text.exists():
-        raise UsageError(f"{text} does not exist", "name a text file, or a folder of .py, .txt or .md files")
     budget = BudgetOptions(channels, reads, coordinates, score, rank)
-    model, tokenizer = load_model(path, budget, dtype, device)
-    ids = given if given is not None else read_text(text or Path(), tokenizer)
+    the_reader = (selector, keep, recovery) == ("reader", "topk", None)
     with progress(verbosity(quiet, verbose)) as bar:
-        evaluation = evaluate(model, cut_windows(ids, windows, length), bar)
+        if the_reader and (is_augmented(path) or reads is None):
+            evaluation = _run_reader(path, tokens, text, (windows, length), budget, dtype, device, bar)
+        else:
+            chosen = (selector, keep, recovery or ("map" if selector == "reader" else "none"))
+            given = tokens or text or Path()
+            evaluation = _run_selector(path, given, (windows, length), chosen, calibration, budget, dtype, device, bar)
     if json:
         print_json(asdict(evaluation))
         return
     out.print(
         key_values(
             {
-                "KL(dense || reader)": f"{evaluation.kl:.4f} nats a token",
+                f"KL(dense || {selector})": f"{evaluation.kl:.4f} nats a token",
                 "top-1 agreement": percent(evaluation.top1),
                 "loss": f"{evaluation.nll:.4f} nats, dense {evaluation.nll_dense:.4f}",
                 "reads": f"{percent(evaluation.reads)} of the routed experts' weights, k = {evaluation.k}",
             }
         )
     )
+
+
+def _run_reader(
+    path: Path,
+    tokens: Path | None,
+    text: Path | None,
+    windows: tuple[int, int],
+    budget: BudgetOptions,
+    dtype: str,
+    device: str,
+    bar: "Progress",
+) -> "Evaluation":
+    """The reader as the model runs it."""
+    from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
+
+    given = read_tokens(tokens) if tokens is not None else None
+    if text is not None and not text.exists():
+        raise UsageError(f"{text} does not exist", "name a text file, or a folder of .py, .txt or .md files")
+    model, tokenizer = load_model(path, budget, dtype, device)
+    ids = given if given is not None else read_text(text or Path(), tokenizer)
+    return evaluate(model, cut_windows(ids, *windows), bar)
+
+
+def _run_selector(
+    path: Path,
+    given: Path,
+    windows: tuple[int, int],
+    chosen: tuple[str, str, str],
+    calibration: Path | None,
+    budget: BudgetOptions,
+    dtype: str,
+    device: str,
+    bar: "Progress",
+) -> "Evaluation":
+    """Any selector, simulated."""
+    from mreader.evaluate import cut_windows, read_ids
+    from mreader.selectors.grid import evaluate_job, quiet_loading, reader_plan
+    from mreader.selectors.harness import Job
+
+    if budget.reads is None or budget.channels is not None:
+        raise UsageError("selectors are compared at equal reads", "give --reads, and not --channels")
+    job = Job(*chosen, budget.reads)
+    if job.needs_calibration and calibration is None:
+        raise UsageError(
+            f"{job.selector} with {job.keep} and {job.recovery} recovery needs calibration data",
+            "give --calibration FILE",
+        )
+    evaluated = cut_windows(read_ids(given, path), *windows)
+    calibrated = None
+    if calibration is not None:
+        calibrated = cut_windows(read_ids(calibration, path), _CALIBRATION_WINDOWS, windows[1])
+    quiet_loading()
+    options = (budget.coordinates, budget.score, budget.rank)
+    return evaluate_job(path, job, evaluated, calibrated, reader_plan(*options), dtype, device, bar)

@@ -33,6 +33,10 @@ _COMMANDS = {
         "Continue a prompt, reading only the channels that matter; prints what follows the prompt.",
     ),
     "eval": ("eval:eval_command", "Compare the reader with the dense model, every token of every window through both."),
+    "compare": (
+        "compare:compare_command",
+        "Compare selectors of channels: what each loses at what it reads, with and without calibration data.",
+    ),
     "push-to-hub": (
         "push:push_command",
         "Verify an augmented checkpoint and publish it with a model card. Run again, it resumes.",

@@ -95,7 +95,7 @@ def split_tokens(
 
 
 def reader_plan(coordinates: int | None, score: str | None, rank: int | None) -> Plan:
-    """The reader's settings but for its budget; None is the default of a conversion. Raises what ReadSettings raises."""
+    """The reader's settings but for its budget; None is a conversion's default. Raises what ReadSettings raises."""
     default = DEFAULT_OPTIONS
     settings = ReadSettings(
         0,

@@ -1,0 +1,188 @@
+"""A comparison of selectors as a table, as figures, and as one page that needs nothing else."""
+
+import csv
+import html
+import importlib.util
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from mreader.errors import UsageError
+
+if TYPE_CHECKING:
+    from mreader.selectors.harness import Run
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
+.infeasible { color: #999; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$figures
+<h2>All runs</h2>
+<div class="wide"><table><thead><tr>$head</tr></thead><tbody>
+$rows
+</tbody></table></div>
+</body>
+</html>
+""")
+_COLUMNS = ("selector", "keep", "recovery", "reads_asked", "reads_used", "k", "kl", "top1", "note")
+_SMOOTHED = 16  # positions that a point of the drift figure averages
+
+
+def require_matplotlib() -> None:
+    """UsageError where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("matplotlib is not installed", "pip install 'mreader[plot]'")
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """One line a run, the keys of the first as header."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(file, text.getvalue().encode())
+
+
+def write_plot(runs: "Sequence[Run]", file: Path) -> None:
+    """KL against the reads really used, a line a selector."""
+    suffix = file.suffix.lstrip(".") or "png"
+    if suffix not in ("png", "svg", "pdf"):
+        raise UsageError(f"{file} is no picture", "name a .png, .svg or .pdf file")
+    _write(file, _picture(runs, _draw_kl, suffix))
+
+
+def write_html(runs: "Sequence[Run]", title: str, file: Path) -> None:
+    """Figures and table in one file."""
+    figures = {
+        "KL against reads": _draw_kl,
+        "Keep rules: threshold against top-k at the same reads": _draw_pairs,
+        "Reads of thresholds over the position in a window": _draw_drift,
+        "Channels kept by layer": _draw_layers,
+    }
+    drawn = [
+        f"<h2>{html.escape(name)}</h2>\n{_picture(runs, draw, 'svg').decode().partition('<svg')[2].join(('<svg', ''))}"
+        for name, draw in figures.items()
+    ]
+    page = _PAGE.substitute(
+        title=html.escape(title),
+        figures="\n".join(drawn),
+        head="".join(f"<th>{name}</th>" for name in _COLUMNS),
+        rows="\n".join(_html_row(run) for run in runs),
+    )
+    _write(file, page.encode())
+
+
+def _html_row(run: "Run") -> str:
+    cells = (run.row()[name] for name in _COLUMNS)
+    shown = (
+        "" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else html.escape(str(cell)) for cell in cells
+    )
+    return f"<tr{' class=infeasible' if run.kl is None else ''}>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>"
+
+
+def _picture(runs: "Sequence[Run]", draw: Callable[[Any, "Sequence[Run]"], None], kind: str) -> bytes:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    try:
+        draw(axes, [run for run in runs if run.kl is not None])
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small", ncols=2)
+        bytes_ = io.BytesIO()
+        figure.savefig(bytes_, format=kind, dpi=150)
+    finally:
+        pyplot.close(figure)
+    return bytes_.getvalue()
+
+
+def _draw_kl(axes: Any, runs: "Sequence[Run]") -> None:
+    lines: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        if run.keep_name in ("topk", "threshold"):
+            lines.setdefault((run.job.selector, run.keep_name), []).append(run)
+    colors = {
+        name: f"C{i}" if name != "reader" else "black" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))
+    }
+    for (selector, keep), members in lines.items():
+        best = sorted(_best_by_budget(members), key=lambda run: run.reads or 0.0)
+        axes.plot(
+            [100 * (run.reads or 0.0) for run in best],
+            [run.kl for run in best],
+            "o-" if keep == "topk" else "x:",
+            color=colors[selector],
+            label=f"{selector}, {keep}",
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel("reads, % of the dense ones")
+    axes.set_ylabel("KL(dense || sparse), nats a token")
+
+
+def _best_by_budget(runs: "Sequence[Run]") -> "list[Run]":
+    """The recovery with the lowest KL at every budget."""
+    best: dict[float, Run] = {}
+    for run in sorted(runs, key=lambda run: run.kl or 0.0):
+        best.setdefault(run.budget, run)
+    return list(best.values())
+
+
+def _draw_pairs(axes: Any, runs: "Sequence[Run]") -> None:
+    from mreader.selectors.pairs import keep_pairs
+
+    pairs = keep_pairs(runs)
+    labels = [f"{pair.selector}, {pair.recovery}, {100 * pair.budget:.4g} %" for pair in pairs]
+    axes.errorbar(
+        [pair.difference for pair in pairs], range(len(pairs)), xerr=[2 * pair.error for pair in pairs], fmt="o"
+    )
+    axes.set_yticks(range(len(pairs)), labels, fontsize="xx-small")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_xlabel("KL of the threshold less that of top-k at the reads it used; bars are two standard errors")
+
+
+def _draw_drift(axes: Any, runs: "Sequence[Run]") -> None:
+    for run in runs:
+        if run.keep_name == "threshold" and run.job.recovery == "none" and run.budget == runs[-1].budget:
+            smooth = _smoothed(run.reads_positions, 16)
+            axes.plot(
+                [16 * i + 8 for i in range(len(smooth))], [100 * value for value in smooth], label=run.job.selector
+            )
+    axes.set_xlabel("position in the window")
+    axes.set_ylabel("reads, % of the dense ones")
+
+
+def _draw_layers(axes: Any, runs: "Sequence[Run]") -> None:
+    for run in runs:
+        if run.keep_name == "threshold" and run.job.recovery == "none" and run.budget == runs[-1].budget:
+            axes.plot(range(len(run.kept_layers)), run.kept_layers, "o-", label=run.job.selector)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("channels kept a token")
+
+
+def _smoothed(values: Sequence[float], width: int) -> list[float]:
+    return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), width))]
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error}", "choose another file") from error

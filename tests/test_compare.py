@@ -1,0 +1,198 @@
+"""mreader compare and mreader eval --selector: the grid, its figures and its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import mreader
+
+from mreader.errors import UsageError
+from mreader.report import write_html, write_plot
+from mreader.selectors.grid import Grid, parse_reads, split_tokens
+from mreader.selectors.harness import Job, Run
+from mreader.selectors.pairs import Pair, keep_pairs, mean_and_error
+from mreader.selectors.scores import SCORES
+
+TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"  # 1,024 ids
+SHAPE = ("--windows", 4, "--length", 64)
+KEYS = {"selector", "score", "keep", "recovery", "reads_asked", "reads_used", "k", "kl", "top1"}
+
+
+def compare(model: Path, *options: object) -> list[dict[str, Any]]:
+    ran = mreader("compare", model, "--tokens", TOKENS, *SHAPE, "--calibration-windows", 4, "--json", "-q", *options)
+    assert ran.code == 0, ran.err
+    rows: list[dict[str, Any]] = json.loads(ran.out)
+    return rows
+
+
+def evaluate(model: Path, *options: object) -> dict[str, Any]:
+    ran = mreader("eval", model, "--tokens", TOKENS, *SHAPE, "--json", "-q", *options)
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(olmoe_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A source checkpoint: two budgets, of which the lower is too small for what reads a matrix first."""
+    folder = tmp_path_factory.mktemp("compare")
+    options = ("--reads", "0.3,0.4", "--selectors", "reader,cats,prox,oracle", "--recovery", "none,map")
+    files = ("--csv", folder / "a.csv", "--html", folder / "a.html", "--plot", folder / "a.png")
+    found = compare(olmoe_tiny, *options, *files)
+    assert list(csv.DictReader((folder / "a.csv").read_text().splitlines())) == [
+        {key: "" if value is None else str(value) for key, value in row.items()} for row in found
+    ]
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "a.html").read_text()
+    assert page.count("<svg") == 4
+    assert 'href="http' not in page
+    assert "src=" not in page
+    return found
+
+
+def only(rows: list[dict[str, Any]], **wanted: object) -> dict[str, Any]:
+    (row,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return row
+
+
+class TestCompare:
+    def test_every_key_is_there(self, rows: list[dict[str, Any]]) -> None:
+        assert all(row.keys() >= KEYS for row in rows)
+
+    def test_top_k_reads_what_was_asked_for(self, rows: list[dict[str, Any]]) -> None:
+        """And not a channel less: one costs three rows of 16 sectors, of 24,576."""
+        for row in rows:
+            if row["keep"] == "topk" and row["kl"] is not None:
+                assert row["reads_asked"] - 48 / 24_576 < row["reads_used"] <= row["reads_asked"]
+
+    def test_a_matched_run_reads_what_the_threshold_read(self, rows: list[dict[str, Any]]) -> None:
+        thresholds = [row for row in rows if row["keep"] == "threshold" and row["kl"] is not None]
+        matched = [row for row in rows if row["keep"] == "matched"]
+        assert sorted(row["reads_asked"] for row in matched) == sorted(row["reads_used"] for row in thresholds)
+
+    def test_the_infeasible_is_said_and_not_faked(self, rows: list[dict[str, Any]]) -> None:
+        row = only(rows, selector="cats", keep="topk", reads_asked=0.3)
+        assert row["kl"] is row["reads_used"] is row["k"] is None
+        assert "33.33 %" in row["note"]
+        assert only(rows, selector="cats", keep="topk", reads_asked=0.4)["kl"] > 0
+
+    def test_the_reader_is_better_than_its_peers_and_the_oracle_than_the_reader(
+        self, rows: list[dict[str, Any]]
+    ) -> None:
+        def best(selector: str) -> float:
+            runs = [row for row in rows if row["selector"] == selector and row["keep"] == "topk"]
+            return min(row["kl"] for row in runs if row["reads_asked"] == 0.4)
+
+        assert best("oracle") < best("reader") < min(best("prox"), best("cats"))
+
+    def test_a_recovery_that_has_nothing_to_work_on_is_left_out(self, rows: list[dict[str, Any]]) -> None:
+        assert {row["recovery"] for row in rows if row["selector"] == "cats"} == {"none"}
+
+    def test_a_source_and_its_augmented_checkpoint_are_the_same(
+        self, rows: list[dict[str, Any]], olmoe_augmented: Path
+    ) -> None:
+        (row,) = compare(
+            olmoe_augmented, "--reads", 0.3, "--selectors", "reader", "--recovery", "map", "--keep", "topk"
+        )
+        expected = only(rows, selector="reader", recovery="map", keep="topk", reads_asked=0.3)
+        assert row["kl"] == pytest.approx(expected["kl"], rel=0.01)  # recovery maps by products of another precision
+        assert row["k"] == expected["k"]
+
+
+class TestEval:
+    def test_the_simulated_reader_is_the_reader(self, olmoe_augmented: Path) -> None:
+        """The same budget through the model's own runtime, and through the harness."""
+        own = evaluate(olmoe_augmented, "--reads", 0.3)
+        simulated = evaluate(olmoe_augmented, "--reads", 0.3, "--recovery", "map")
+        assert simulated == pytest.approx(own, rel=1e-3)
+
+    def test_a_source_is_sketched_in_memory(self, olmoe_tiny: Path, olmoe_augmented: Path) -> None:
+        found = evaluate(olmoe_tiny, "--reads", 0.3)
+        assert found == pytest.approx(evaluate(olmoe_augmented, "--reads", 0.3), rel=0.01)
+
+    def test_a_threshold(self, olmoe_tiny: Path) -> None:
+        options = ("--reads", 0.4, "--selector", "cats", "--keep", "threshold", "--calibration", TOKENS)
+        ran = mreader("eval", olmoe_tiny, "--tokens", TOKENS, "--windows", 4, "--length", 64, *options, "--json")
+        assert ran.code == 0, ran.err
+        found = json.loads(ran.out)
+        assert found.keys() == {"kl", "top1", "nll_dense", "nll", "reads", "k"}
+        # calibrated on the 8 first windows, of which 4 are evaluated
+        assert found["reads"] == pytest.approx(0.4, abs=0.02)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--selector", "none", "--reads", "0.4"], "unknown selector"),
+            (["--keep", "some", "--reads", "0.4"], "unknown keep rule"),
+            (["--selector", "cats"], "--reads"),
+            (["--selector", "cats", "--reads", "0.3"], "33.33 %"),
+            (["--selector", "cats", "--reads", "0.4", "--recovery", "map"], "no activation"),
+            (["--selector", "teal", "--reads", "0.4"], "--calibration FILE"),
+        ],
+    )
+    def test_bad_options(self, options: list[str], message: str, olmoe_tiny: Path) -> None:
+        ran = mreader("eval", olmoe_tiny, "--tokens", TOKENS, *SHAPE, *options)
+        assert ran.code == 2
+        assert message in " ".join(ran.err.split())
+
+
+class TestGrid:
+    def test_all_is_every_selector(self) -> None:
+        assert Grid.of("all", "topk", "none", (0.3,)).selectors == tuple(SCORES)
+
+    def test_matched_runs_need_thresholds(self) -> None:
+        assert {job.keep for job in Grid.of("reader", "matched", "none", (0.3,)).jobs()} == {"threshold"}
+
+    @pytest.mark.parametrize("given", ["", "a", "0", "1.5", "0.3,,0.4"])
+    def test_budgets_are_fractions(self, given: str) -> None:
+        with pytest.raises(UsageError):
+            parse_reads(given)
+
+    def test_calibration_windows_are_not_evaluated(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "ids.npy", np.arange(100))
+        evaluated, calibration = split_tokens(tmp_path, tmp_path / "ids.npy", None, (3, 20), 2)
+        assert evaluated.max() == 59
+        assert calibration.tolist() == torch.arange(60, 100).view(2, 20).tolist()
+        with pytest.raises(UsageError, match="fewer"):
+            split_tokens(tmp_path, tmp_path / "ids.npy", None, (4, 20), 2)
+
+
+def _run(keep: str, kl: tuple[float, ...], budget: float | None = None) -> Run:
+    job = Job("reader", keep, "none", 0.3, budget)
+    return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, (0.3, 0.3), (10, 12), (0.3,) * 32)
+
+
+class TestPairs:
+    def test_a_standard_error_is_that_of_paired_windows(self) -> None:
+        # differences 1, 2, 3: mean 2, deviation 1
+        assert mean_and_error((2, 4, 6), (1, 2, 3)) == (2, pytest.approx(1 / 3**0.5))
+
+    @pytest.mark.parametrize(("difference", "verdict"), [(0.3, "win"), (0.1, "tie"), (-0.3, "loss")])
+    def test_beyond_two_standard_errors_somebody_wins(self, difference: float, verdict: str) -> None:
+        assert Pair("reader", "none", 0.3, "matched", difference, 0.1).verdict == verdict
+
+    def test_a_threshold_is_paired_with_the_run_at_its_reads(self) -> None:
+        threshold, at_budget = _run("threshold", (0.4, 0.5)), _run("topk", (0.1, 0.1))
+        matched = _run("topk", (0.3, 0.3), budget=0.3)
+        (pair,) = keep_pairs([threshold, at_budget, matched])
+        assert pair.difference == pytest.approx(0.15)
+        (pair,) = keep_pairs([threshold, at_budget, matched], "topk")
+        assert pair.difference == pytest.approx(0.35)
+
+
+def test_a_page_without_feasible_runs_is_still_a_page(tmp_path: Path) -> None:
+    write_html([Run(Job("cats", "topk", "none", 0.1), note="no <budget>")], "a & b", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    assert "a &amp; b" in page
+    assert "no &lt;budget&gt;" in page
+
+
+def test_a_picture_has_a_picture_s_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no picture"):
+        write_plot([], tmp_path / "a.txt")
