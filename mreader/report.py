@@ -107,7 +107,7 @@ def _picture(runs: "Sequence[Run]", draw: Callable[[Any, "Sequence[Run]"], None]
         draw(axes, [run for run in runs if run.kl is not None])
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small", ncols=2)
+            figure.legend(loc="outside right upper", fontsize="small")
         bytes_ = io.BytesIO()
         figure.savefig(bytes_, format=kind, dpi=150)
     finally:
@@ -173,6 +173,7 @@ def _draw_layers(axes: Any, runs: "Sequence[Run]") -> None:
     for run in runs:
         if run.keep_name == "threshold" and run.job.recovery == "none" and run.budget == runs[-1].budget:
             axes.plot(range(len(run.kept_layers)), run.kept_layers, "o-", label=run.job.selector)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer")
     axes.set_ylabel("channels kept a token")
 

@@ -16,7 +16,7 @@ from mreader.errors import UsageError
 from mreader.report import write_html, write_plot
 from mreader.selectors.grid import Grid, parse_reads, split_tokens
 from mreader.selectors.harness import Job, Run
-from mreader.selectors.pairs import Pair, keep_pairs, mean_and_error
+from mreader.selectors.pairs import Count, Pair, count_verdicts, keep_pairs, mean_and_error
 from mreader.selectors.scores import SCORES
 
 TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"  # 1,024 ids
@@ -93,6 +93,29 @@ class TestCompare:
 
     def test_a_recovery_that_has_nothing_to_work_on_is_left_out(self, rows: list[dict[str, Any]]) -> None:
         assert {row["recovery"] for row in rows if row["selector"] == "cats"} == {"none"}
+
+    def test_the_table(self, olmoe_tiny: Path) -> None:
+        options = ("--selectors", "cats,oracle", "--reads", "0.3,0.4", "--recovery", "none", "--keep", "topk,threshold")
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--calibration-windows", 4, *options)
+        assert ran.code == 0, ran.err
+        assert "infeasible" in ran.out
+        assert "cats cannot read 30 %" in ran.err
+        assert "top-k against thresholds, at the budget: " in " ".join(ran.out.split())
+
+    def test_a_source_is_sketched_as_asked(self, rows: list[dict[str, Any]], olmoe_tiny: Path) -> None:
+        """Quaternary codes and a recovery map of rank 64: two bytes a channel and rank more, so fewer channels."""
+        options = ("--reads", 0.4, "--selectors", "reader", "--recovery", "map", "--keep", "topk")
+        ternary = only(rows, selector="reader", recovery="map", keep="topk", reads_asked=0.4)
+        (quaternary,) = compare(olmoe_tiny, *options, "--codes", "quaternary")
+        assert quaternary["k"] == ternary["k"]  # 64 channels: 16 bytes or 13, one sector
+        assert quaternary["kl"] < ternary["kl"]
+        (wider,) = compare(olmoe_tiny, *options, "--rank", 64)
+        assert wider["k"] < ternary["k"]
+
+    def test_codes_are_for_sources(self, olmoe_augmented: Path) -> None:
+        ran = mreader("compare", olmoe_augmented, "--tokens", TOKENS, *SHAPE, "--codes", "quaternary")
+        assert ran.code == 2
+        assert "has a sketch already" in ran.cause
 
     def test_a_source_and_its_augmented_checkpoint_are_the_same(
         self, rows: list[dict[str, Any]], olmoe_augmented: Path
@@ -184,6 +207,7 @@ class TestPairs:
         assert pair.difference == pytest.approx(0.15)
         (pair,) = keep_pairs([threshold, at_budget, matched], "topk")
         assert pair.difference == pytest.approx(0.35)
+        assert count_verdicts([threshold, at_budget, matched]) == [Count("topk", 1, 0, 0), Count("matched", 1, 0, 0)]
 
 
 def test_a_page_without_feasible_runs_is_still_a_page(tmp_path: Path) -> None:

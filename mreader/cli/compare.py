@@ -16,6 +16,11 @@ from mreader.errors import UsageError
 if TYPE_CHECKING:
     from mreader.selectors.harness import Run
 
+_AGAINST = {
+    "topk": "against thresholds, at the budget",
+    "matched": "against thresholds, at the reads that these really used",
+}
+
 
 def compare_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a source or an augmented checkpoint.")],
@@ -38,6 +43,7 @@ def compare_command(
     coordinates: Coordinates = None,
     score: Score = None,
     rank: Rank = None,
+    codes: Annotated[str | None, typer.Option(help="Of a source's sketch: ternary or quaternary.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with figures into this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw KL against reads into this file, like compare.png.")] = None,
@@ -49,7 +55,16 @@ def compare_command(
 ) -> None:
     """Compare selectors of channels: what each loses at what it reads, with and without calibration data."""
     from mreader.report import require_matplotlib, write_csv, write_html, write_plot
-    from mreader.selectors.grid import Grid, parse_reads, quiet_loading, reader_plan, run_grid, split_tokens
+    from mreader.selectors.grid import (
+        Grid,
+        parse_reads,
+        quiet_loading,
+        reader_plan,
+        run_grid,
+        sketch_options,
+        split_tokens,
+    )
+    from mreader.selectors.pairs import count_verdicts
 
     if html is not None or plot is not None:
         require_matplotlib()
@@ -59,7 +74,7 @@ def compare_command(
     base = reader_plan(coordinates, score, rank)
     quiet_loading()
     with progress(verbosity(quiet, verbose)) as bar:
-        runs = run_grid(model, grid, evaluated, calibrated, base, dtype, device, bar)
+        runs = run_grid(model, grid, evaluated, calibrated, base, dtype, device, bar, sketch_options(codes, rank))
     if csv is not None:
         write_csv([run.row() for run in runs], csv)
     if plot is not None:
@@ -70,6 +85,11 @@ def compare_command(
         sys.stdout.write(dumps([run.row() for run in runs], indent=2, allow_nan=False) + "\n")
         return
     out.print(_table(runs))
+    for count in count_verdicts(runs):
+        out.print(
+            f"top-k {_AGAINST[count.against]}: better {count.wins} times, worse {count.losses}, "
+            f"within two standard errors {count.ties}"
+        )
     for note in dict.fromkeys(run.note for run in runs if run.note):
         err.print(note)
 

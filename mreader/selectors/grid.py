@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mreader.errors import UsageError
 from mreader.evaluate import Evaluation, cut_windows, read_ids, refuse_unknown_tokens
-from mreader.formats.augmented import DEFAULT_OPTIONS
+from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
 from mreader.progress import Progress
 from mreader.reader import ReadSettings
 from mreader.selectors.harness import KEEPS, MATCHED, RECOVERIES, Job, Run, matched, run_jobs
@@ -106,6 +106,13 @@ def reader_plan(coordinates: int | None, score: str | None, rank: int | None) ->
     return Plan(coordinates=settings.coordinates, score=settings.score, rank=settings.rank)
 
 
+def sketch_options(codes: str | None, rank: int | None) -> FormatOptions | None:
+    """How to sketch a source where the default will not do: other codes, or a recovery map of a higher rank."""
+    if codes is None and (rank is None or rank <= DEFAULT_OPTIONS.rank):
+        return None
+    return replace(DEFAULT_OPTIONS, codes=codes or DEFAULT_OPTIONS.codes, rank=max(rank or 0, DEFAULT_OPTIONS.rank))
+
+
 def quiet_loading() -> None:
     """One bar is enough."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -121,17 +128,20 @@ def evaluate_job(
     dtype: str,
     device: str,
     progress: Progress,
+    options: FormatOptions | None = None,
 ) -> Evaluation:
     """One job. UsageError where it is infeasible."""
-    subject = _open(model, calibration, dtype, device, progress)
+    subject = _open(model, calibration, dtype, device, options, progress)
     (run,) = run_jobs(subject, windows, [job], base, progress)
     if run.kl is None or run.top1 is None or run.nll_dense is None or run.nll is None or run.reads is None:
         raise UsageError(run.note, "give another budget, or another recovery")
     return Evaluation(run.kl, run.top1, run.nll_dense, run.nll, run.reads, run.k or 0)
 
 
-def _open(model: Path, calibration: Tensor | None, dtype: str, device: str, progress: Progress) -> Subject:
-    subject = open_subject(model, dtype, device, progress)
+def _open(
+    model: Path, calibration: Tensor | None, dtype: str, device: str, options: FormatOptions | None, progress: Progress
+) -> Subject:
+    subject = open_subject(model, dtype, device, options, progress)
     if calibration is None:
         return subject
     refuse_unknown_tokens(subject.model, calibration)
@@ -148,9 +158,13 @@ def run_grid(
     dtype: str,
     device: str,
     progress: Progress,
+    options: FormatOptions | None = None,
 ) -> list[Run]:
-    """Every job of the grid, and then the matched ones."""
-    subject = _open(model, calibration, dtype, device, progress)
+    """Every job of the grid, and then the matched ones.
+
+    options: how a source is sketched, None as a conversion does by default
+    """
+    subject = _open(model, calibration, dtype, device, options, progress)
     runs = run_jobs(subject, windows, list(grid.jobs()), base, progress)
     if MATCHED in grid.keeps:
         runs += run_jobs(subject, windows, matched(runs), base, progress)

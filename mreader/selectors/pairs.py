@@ -50,3 +50,23 @@ def mean_and_error(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     differences = [a - b for a, b in zip(first, second, strict=True)]
     mean = sum(differences) / len(differences)
     return mean, stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("inf")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Wins, ties and losses of top-k against the threshold over some pairs."""
+
+    against: str
+    wins: int
+    ties: int
+    losses: int
+
+
+def count_verdicts(runs: "Sequence[Run]") -> list[Count]:
+    """At the budget, and at the reads that the thresholds really used, where there are such runs."""
+    counts = []
+    for against in ("topk", "matched"):
+        verdicts = [pair.verdict for pair in keep_pairs(runs, against)]
+        if verdicts:
+            counts.append(Count(against, *(verdicts.count(verdict) for verdict in ("win", "tie", "loss"))))
+    return counts

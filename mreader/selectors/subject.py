@@ -18,7 +18,7 @@ from mreader.augment import LayerAugmenter, experts_side_by_side
 from mreader.backend import layout_on
 from mreader.budget import BlockShape
 from mreader.device import pick_device
-from mreader.errors import SourceError
+from mreader.errors import SourceError, UsageError
 from mreader.formats.architectures import Matrix, RoutedLayer, find_architecture
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions, is_augmented
 from mreader.formats.checkpoint import open_checkpoint
@@ -84,11 +84,22 @@ def _noting(seen: list[Batch]) -> Callable[..., None]:
     return note
 
 
-def open_subject(path: Path, dtype: str, device: str, progress: Progress | None = None) -> Subject:
-    """The model in a folder. Raises what opening a source or an augmented checkpoint raises."""
+def open_subject(
+    path: Path, dtype: str, device: str, options: FormatOptions | None = None, progress: Progress | None = None
+) -> Subject:
+    """The model in a folder. Raises what opening a source or an augmented checkpoint raises.
+
+    options: how a source is sketched, None as a conversion does by default; for an augmented one it has to be None
+    """
     progress = progress or Progress()
     if is_augmented(path):
+        if options is not None:
+            raise UsageError(
+                f"{path} has a sketch already",
+                "name the source for other codes, or for a recovery map of a higher rank",
+            )
         return _of_augmented(load(path, dtype=dtype, device=device))
+    options = options or DEFAULT_OPTIONS
     architecture = find_architecture(open_checkpoint(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(pick_device(device)).eval()
     first = architecture.layers[0]
@@ -96,8 +107,8 @@ def open_subject(path: Path, dtype: str, device: str, progress: Progress | None 
         first.hidden,
         first.channels,
         architecture.routed,
-        DEFAULT_OPTIONS.rank,
-        DEFAULT_OPTIONS.code,
+        options.rank,
+        options.code,
         TORCH_DTYPES[first.dtype].itemsize,
         layout_on(model.device),
     )
@@ -111,7 +122,7 @@ def open_subject(path: Path, dtype: str, device: str, progress: Progress | None 
     progress.begin("sketching", len(modules), "layers")
     layers = []
     for ordinal, module in enumerate(modules):
-        layers.append(Layer(_sketch(module, ordinal, architecture.activation, DEFAULT_OPTIONS), shape))
+        layers.append(Layer(_sketch(module, ordinal, architecture.activation, options), shape))
         progress.advance(1)
     return Subject(model, modules, layers)
 
