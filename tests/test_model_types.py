@@ -26,6 +26,7 @@ from transformers.activations import ACT2FN
 import mreader
 from mreader.formats.architectures import find_architecture, known_model_types
 from mreader.formats.checkpoint import open_checkpoint
+from mreader.inspection import inspect_checkpoint
 from mreader.runtime import reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -77,6 +78,12 @@ def test_every_layer_with_experts_is_converted(case: Case) -> None:
     layers = find_architecture(open_checkpoint(case.source)).layers
     assert len(layers) == len(modules) == runtime_of(case.reader).layers > 0
     assert all(layer.experts == EXPERTS for layer in layers)
+
+
+def test_verified_against_the_source_and_inspected(case: Case) -> None:
+    checked = mreader.verify(case.out, case.source)
+    assert checked.layers_compared == runtime_of(case.reader).layers
+    assert inspect_checkpoint(case.out).layers == checked.layers_compared
 
 
 def test_restored_bit_for_bit(case: Case, tmp_path: Path) -> None:

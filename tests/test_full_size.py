@@ -1,0 +1,189 @@
+"""The plan of real, full-size models, from headers alone: the files are as long as the real ones, and hold nothing."""
+
+# E experts, H hidden size, I channels of an expert, r rank
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+
+import mreader
+from mreader.convert import plan_conversion
+from mreader.errors import UnsupportedError
+from mreader.formats.augmented import DEFAULT_OPTIONS
+
+SHARD = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model.
+
+    layers:     with routed experts
+    shape:      E, I, H, and K
+    parameters: as published, None where it is not known to the last one
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    layers: int
+    shape: tuple[int, int, int, int]
+    parameters: int | None = None
+
+
+_QWEN3_5_TEXT = {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
+_GEMMA4_TEXT: dict[str, Any] = {
+    **{"vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512},
+    **{"num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024},
+    **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+}
+MODELS = {
+    "Qwen3-30B-A3B": Model(
+        "qwen3_moe",
+        {
+            **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
+            **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False},
+        },
+        48,
+        (128, 768, 2048, 8),
+        30_532_122_624,
+    ),
+    "Qwen3.5-35B-A3B": Model("qwen3_5_moe", {"text_config": _QWEN3_5_TEXT}, 40, (256, 512, 2048, 8)),
+    "Gemma-4-26B-A4B": Model("gemma4", {"text_config": _GEMMA4_TEXT, "audio_config": None}, 30, (128, 704, 2816, 8)),
+    "Mixtral-8x7B": Model(
+        "mixtral",
+        {
+            **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        },
+        32,
+        (8, 14336, 4096, 2),
+        46_702_792_704,
+    ),
+    "DeepSeek-V3, in BF16": Model(
+        "deepseek_v3",
+        {
+            **{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048},
+            **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1},
+            **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            **{"first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "qk_nope_head_dim": 128, "num_nextn_predict_layers": 1},
+        },
+        58,
+        (256, 2048, 7168, 8),
+        671_026_419_200,
+    ),
+    "GLM-4.5-Air": Model(
+        "glm4_moe",
+        {
+            **{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408},
+            **{"num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
+            **{"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+            **{"attention_bias": True, "use_qk_norm": False, "num_nextn_predict_layers": 1},
+        },
+        45,
+        (128, 1408, 4096, 8),
+    ),
+}
+
+
+def shapes_on_disk(model: Model) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """config.json, and name -> shape of every tensor that transformers would save, in the order of the layers."""
+    config = AutoConfig.for_model(model.model_type, **model.config)
+    auto = AutoModelForImageTextToText if "text_config" in model.config else AutoModelForCausalLM
+    with torch.device("meta"):
+        empty = auto.from_config(config, dtype=torch.bfloat16)
+    tied = set(getattr(empty, "all_tied_weights_keys", {}) or {})
+    state = {name: tensor for name, tensor in empty.state_dict().items() if name not in tied}
+    named = revert_weight_conversion(empty, state)
+    return config.to_dict(), {name: list(tensor.shape) for name, tensor in named.items()}
+
+
+def predicting(shapes: dict[str, list[int]], layers: int) -> dict[str, list[int]]:
+    """One more layer like the last."""
+    last, more = f".layers.{layers - 1}.", f".layers.{layers}."
+    return {name.replace(last, more): shape for name, shape in shapes.items() if last in name}
+
+
+def write_without_data(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]]) -> int:
+    """The checkpoint with all of its headers, and files as long as they should be. Returns the bytes of the data."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    shards: list[dict[str, dict[str, Any]]] = [{}]
+    end = 0
+    for name, shape in shapes.items():
+        nbytes = 2 * torch.Size(shape).numel()
+        if end + nbytes > SHARD and shards[-1]:
+            shards.append({})
+            end = 0
+        shards[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    total = 0
+    where = {}
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = json.dumps(tensors).encode()
+        data = max(entry["data_offsets"][1] for entry in tensors.values())
+        (folder / file).write_bytes(len(header).to_bytes(8, "little") + header)
+        with (folder / file).open("r+b") as opened:
+            opened.truncate(8 + len(header) + data)
+        where |= dict.fromkeys(tensors, file)
+        total += data
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def added(shape: tuple[int, int, int, int], rank: int) -> int:
+    """Bytes of sketch, norms and recovery map of one layer (SPEC.md, Tensors)."""
+    E, I, H, _ = shape
+    blocks = math.ceil(H / 128)
+    row = 32 * math.ceil(math.ceil(I / 5) / 32)
+    codes = E * 2 * blocks * 128 * row
+    scales_and_errors = E * 2 * blocks * I * (2 + 2)
+    return codes + scales_and_errors + H + 2 * E * I + 2 * H * rank + 2 * E * I * rank
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plan(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    config, shapes = shapes_on_disk(model)
+    if model.parameters is not None:
+        assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.parameters
+    more = predicting(shapes, config["num_hidden_layers"]) if config.get("num_nextn_predict_layers") else {}
+    assert bool(more) == (name in ("DeepSeek-V3, in BF16", "GLM-4.5-Air"))
+    nbytes = write_without_data(tmp_path / "source", config, {**shapes, **more})
+
+    plan = plan_conversion(tmp_path / "source", out=tmp_path / "out")
+    E, I, H, K = model.shape
+    layers = plan.architecture.layers
+    assert {(layer.experts, layer.channels, layer.hidden) for layer in layers} == {(E, I, H)}
+    assert (len(layers), plan.architecture.routed) == (model.layers, K)
+    assert sum(spec.nbytes for spec in plan.source.tensors.values()) == nbytes
+    written = [spec.nbytes for shard in plan.shards for spec in shard.tensors.values()]
+    assert sum(written) == nbytes + model.layers * added(model.shape, DEFAULT_OPTIONS.rank)
+    assert {tensor for shard in plan.shards for tensor in shard.tensors} >= set(more)
+    # One layer three times over at most and one copied tensor, whatever the number of layers
+    assert plan.memory < 1_000_000_000 + 3 * (2 * 3 * E * I * H) + max(written)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_gpt_oss_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    config = {
+        **{"model_type": "gpt_oss", "num_local_experts": 32 if name == "gpt-oss-20b" else 128},
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    write_without_data(tmp_path / name, config, {"model.layers.0.mlp.experts.down_proj_bias": [32, 2880]})
+    with pytest.raises(UnsupportedError, match="biases and clamp"):
+        mreader.convert(tmp_path / name, tmp_path / "out")
