@@ -1,0 +1,69 @@
+"""Tokens, windows, and what a comparison of two models' logits says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mreader.errors import SourceError, UsageError
+from mreader.evaluate import compare_windows, cut_windows, read_ids, window_batches
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TestReadIds:
+    def test_a_token_file_needs_no_tokenizer(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "ids.npy", np.array([3, 1, 2], dtype=np.uint16))
+        assert read_ids(tmp_path / "ids.npy", tmp_path).tolist() == [3, 1, 2]
+
+    def test_text_and_folders_go_through_the_model_s_tokenizer(self, olmoe_tiny: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.py").write_text("def f(x):\n")
+        (tmp_path / "b.py").write_text("    return x\n")
+        parts = [read_ids(tmp_path / name, olmoe_tiny).tolist() for name in ("a.py", "b.py")]
+        assert read_ids(tmp_path, olmoe_tiny).tolist() == parts[0] + parts[1]
+
+    def test_what_is_missing_is_told(self, olmoe_tiny: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"none\.txt does not exist"):
+            read_ids(tmp_path / "none.txt", olmoe_tiny)
+        (tmp_path / "a.txt").write_text("a")
+        (tmp_path / "model").mkdir()
+        with pytest.raises(SourceError, match="has no tokenizer"):
+            read_ids(tmp_path / "a.txt", tmp_path / "model")
+
+
+class TestWindows:
+    def test_they_are_the_first_tokens_in_order(self) -> None:
+        assert cut_windows(torch.arange(10), 3, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+    def test_batches_hold_every_window_once(self) -> None:
+        windows = torch.arange(7 * 1500).view(7, 1500)
+        batches = list(window_batches(windows))
+        assert [len(batch) for batch in batches] == [2, 2, 2, 1]
+        assert torch.equal(torch.cat(batches), windows)
+
+
+class TestComparison:
+    def test_of_a_model_with_itself(self) -> None:
+        logits, ids = draw(2, 5, 11, seed=1), torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(2))
+        kl, agreed, nll_dense, nll = compare_windows(logits, logits, ids).unbind(1)
+        assert kl.tolist() == pytest.approx([0, 0], abs=1e-6)
+        assert agreed.tolist() == [5, 5]
+        assert torch.equal(nll_dense, nll)
+
+    def test_each_sum_by_its_definition(self) -> None:
+        dense, sparse = draw(1, 5, 11, seed=3), draw(1, 5, 11, seed=4)
+        ids = torch.tensor([[1, 4, 2, 10, 0]])
+        kl, agreed, nll_dense, nll = compare_windows(dense, sparse, ids)[0].tolist()
+        p, q = dense[0].double().softmax(-1), sparse[0].double().softmax(-1)
+        # sums of some fifty float32 numbers of size one
+        assert kl == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+        assert agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
+        for found, distribution in ((nll_dense, p), (nll, q)):
+            # a token is predicted from those before it: four predictions of five tokens
+            expected = -sum(float(distribution[i, ids[0, i + 1]].log()) for i in range(4))
+            assert found == pytest.approx(expected, rel=1e-5)
