@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,3 +190,38 @@ def test_gpt_oss_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     write_without_data(tmp_path / name, config, {"model.layers.0.mlp.experts.down_proj_bias": [32, 2880]})
     with pytest.raises(UnsupportedError, match="biases and clamp"):
         mreader.convert(tmp_path / name, tmp_path / "out")
+
+
+TWO_LAYERS = {
+    "Qwen3-30B-A3B": "model.layers.{}.mlp.experts",
+    "Gemma-4-26B-A4B": "model.language_model.layers.{}.experts",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_LAYERS)
+def test_two_layers_of_full_width_within_the_planned_memory(name: str, tmp_path: Path) -> None:
+    """Experts and nothing else: of real size, filled with noise. A process of its own, whose peak is what it took."""
+    config, shapes = shapes_on_disk(MODELS[name])
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = 2
+    prefixes = tuple(TWO_LAYERS[name].format(layer) + "." for layer in range(2))
+    write_without_data(tmp_path / "source", config, {n: s for n, s in shapes.items() if n.startswith(prefixes)})
+    noise = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    for file in (tmp_path / "source").glob("*.safetensors"):
+        with file.open("r+b") as opened:
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            left = file.stat().st_size - start
+            opened.seek(start)
+            while left:
+                left -= opened.write(memoryview(noise.view(torch.uint8).numpy())[:left])
+    planned = plan_conversion(tmp_path / "source").memory
+    code = (
+        "import resource, sys, mreader; mreader.convert(sys.argv[1], sys.argv[2], device='cpu'); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "source"), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    for folder in ("source", "out"):  # 3 GB each, which pytest would keep
+        shutil.rmtree(tmp_path / folder)
+    assert int(done.stdout) < planned
