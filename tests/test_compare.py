@@ -148,6 +148,14 @@ class TestEval:
         # calibrated on the 8 first windows, of which 4 are evaluated
         assert found["reads"] == pytest.approx(0.4, abs=0.02)
 
+    def test_figures_of_each_layer(self, olmoe_augmented: Path) -> None:
+        """Thresholds keep a layer's budget where they were calibrated, and not the same number elsewhere."""
+        options = ("--reads", 0.4, "--keep", "threshold", "--calibration", TOKENS, "--layers")
+        found = evaluate(olmoe_augmented, *options)
+        assert [layer["layer"] for layer in found["layers"]] == [0, 1, 2, 3]
+        assert sum(layer["reads"] for layer in found["layers"]) / 4 == pytest.approx(found["reads"])
+        assert len({layer["k"] for layer in found["layers"]}) > 1
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,8 +27,10 @@ from mreader.formats.augmented import is_augmented
 if TYPE_CHECKING:
     from mreader.evaluate import Evaluation
     from mreader.progress import Progress
+    from mreader.selectors.harness import Run
 
 _CALIBRATION_WINDOWS = 8
+_KEYS = ("kl", "top1", "nll_dense", "nll", "reads", "k")
 
 
 def eval_command(
@@ -52,6 +54,7 @@ def eval_command(
     calibration: Annotated[
         Path | None, typer.Option(help=".npy file of token ids, text file or folder, for what has to be calibrated.")
     ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Reads and channels by layer; with --reads.")] = False,
     dtype: Dtype = "float32",
     device: Device = "auto",
     json: Json = False,
@@ -63,23 +66,34 @@ def eval_command(
         raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
     budget = BudgetOptions(channels, reads, coordinates, score, rank)
     the_reader = (selector, keep, recovery) == ("reader", "topk", None)
+    found: dict[str, Any]
     with progress(verbosity(quiet, verbose)) as bar:
-        if the_reader and (is_augmented(path) or reads is None):
-            evaluation = _run_reader(path, tokens, text, (windows, length), budget, dtype, device, bar)
+        if the_reader and not layers and (is_augmented(path) or reads is None):
+            found = asdict(_run_reader(path, tokens, text, (windows, length), budget, dtype, device, bar))
         else:
             chosen = (selector, keep, recovery or ("map" if selector == "reader" else "none"))
             given = tokens or text or Path()
-            evaluation = _run_selector(path, given, (windows, length), chosen, calibration, budget, dtype, device, bar)
+            run = _run_selector(path, given, (windows, length), chosen, calibration, budget, dtype, device, bar)
+            found = {key: getattr(run, key) for key in _KEYS}
+            if layers:
+                found["layers"] = [
+                    {"layer": number, "reads": used, "k": kept}
+                    for number, (used, kept) in enumerate(zip(run.reads_layers, run.kept_layers, strict=True))
+                ]
     if json:
-        print_json(asdict(evaluation))
+        print_json(found)
         return
     out.print(
         key_values(
             {
-                f"KL(dense || {selector})": f"{evaluation.kl:.4f} nats a token",
-                "top-1 agreement": percent(evaluation.top1),
-                "loss": f"{evaluation.nll:.4f} nats, dense {evaluation.nll_dense:.4f}",
-                "reads": f"{percent(evaluation.reads)} of the routed experts' weights, k = {evaluation.k}",
+                f"KL(dense || {selector})": f"{found['kl']:.4f} nats a token",
+                "top-1 agreement": percent(found["top1"]),
+                "loss": f"{found['nll']:.4f} nats, dense {found['nll_dense']:.4f}",
+                "reads": f"{percent(found['reads'])} of the routed experts' weights, k = {found['k']}",
+                **{
+                    f"layer {layer['layer']}": f"{percent(layer['reads'])}, {layer['k']:.1f} channels a token"
+                    for layer in found.get("layers", [])
+                },
             }
         )
     )
@@ -116,7 +130,7 @@ def _run_selector(
     dtype: str,
     device: str,
     bar: "Progress",
-) -> "Evaluation":
+) -> "Run":
     """Any selector, simulated."""
     from mreader.evaluate import cut_windows, read_ids
     from mreader.selectors.grid import evaluate_job, quiet_loading, reader_plan

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from mreader.errors import UsageError
-from mreader.evaluate import Evaluation, cut_windows, read_ids, refuse_unknown_tokens
+from mreader.evaluate import cut_windows, read_ids, refuse_unknown_tokens
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
 from mreader.progress import Progress
 from mreader.reader import ReadSettings
@@ -129,13 +129,13 @@ def evaluate_job(
     device: str,
     progress: Progress,
     options: FormatOptions | None = None,
-) -> Evaluation:
+) -> Run:
     """One job. UsageError where it is infeasible."""
     subject = _open(model, calibration, dtype, device, options, progress)
     (run,) = run_jobs(subject, windows, [job], base, progress)
-    if run.kl is None or run.top1 is None or run.nll_dense is None or run.nll is None or run.reads is None:
+    if run.kl is None:
         raise UsageError(run.note, "give another budget, or another recovery")
-    return Evaluation(run.kl, run.top1, run.nll_dense, run.nll, run.reads, run.k or 0)
+    return run
 
 
 def _open(
