@@ -75,6 +75,8 @@ class TestCompare:
         thresholds = [row for row in rows if row["keep"] == "threshold" and row["kl"] is not None]
         matched = [row for row in rows if row["keep"] == "matched"]
         assert sorted(row["reads_asked"] for row in matched) == sorted(row["reads_used"] for row in thresholds)
+        # half a channel of three rows of 16 sectors, of 24,576
+        assert all(abs(row["reads_used"] - row["reads_asked"]) <= 24.1 / 24_576 for row in matched)
 
     def test_the_infeasible_is_said_and_not_faked(self, rows: list[dict[str, Any]]) -> None:
         row = only(rows, selector="cats", keep="topk", reads_asked=0.3)

@@ -19,6 +19,7 @@ from mreader.selectors.reads import (
     proxy_cost,
     reader_cost,
     run_sectors,
+    to_nearest,
     weighted_inputs_cost,
 )
 
@@ -115,6 +116,15 @@ def test_a_budget_buys_the_largest_k_that_fits() -> None:
         plan = fit_channels("x", SMALL, 0.6, Plan(gate=0.5, up=0.5), cost)
         spent = [cost(SMALL, replace(plan, k=k)).sectors(k) / SMALL.native_sectors for k in (plan.k, plan.k + 1)]
         assert spent[0] <= 0.6 < spent[1]
+
+
+def test_to_match_reads_the_nearest_number_of_channels_is_taken() -> None:
+    """A channel is 36 sectors: 10.4 of them are 10, 10.6 of them 11."""
+    for channels, k in ((10.4, 10), (10.6, 11)):
+        reads = 36 * channels / SMALL.native_sectors
+        plan = fit_channels("oracle", SMALL, reads, Plan(), free_cost)
+        assert plan.k == 10
+        assert to_nearest(SMALL, reads, plan, free_cost).k == k
 
 
 def test_a_third_is_the_least_of_what_reads_a_matrix_first() -> None:

@@ -17,7 +17,7 @@ from mreader.progress import Progress
 from mreader.selectors.keep import Calibrating, Keep, Threshold, TopK, TopKPerExpert, pooled_threshold
 from mreader.selectors.layers import Batch, Layer
 from mreader.selectors.plans import Split, make_plan, run_block
-from mreader.selectors.reads import InfeasibleError, Plan
+from mreader.selectors.reads import InfeasibleError, Plan, to_nearest
 from mreader.selectors.recovery import Map, fit_map, weight_map
 from mreader.selectors.scores import Score, get_score
 from mreader.selectors.subject import Forward, Subject
@@ -146,7 +146,8 @@ class Preparer:
         split = None
         if score.inputs == "split":
             split = self._splits.setdefault((job.selector, number), Split(layer, score))
-        return make_plan(score, layer, job.reads, base, split)
+        plan = make_plan(score, layer, job.reads, base, split)
+        return plan if job.budget is None else to_nearest(layer.shape, job.reads, plan, score.cost)
 
     def _keeps(self, job: Job, score: Score, plans: list[Plan]) -> list[Keep]:
         layers = self._subject.layers

@@ -159,6 +159,12 @@ def fit_channels(name: str, shape: BlockShape, reads: float, plan: Plan, cost: C
     return replace(plan, k=min(math.floor(room + _ROUNDING), shape.candidates))
 
 
+def to_nearest(shape: BlockShape, reads: float, plan: Plan, cost: CostOf) -> Plan:
+    """One channel more than fit, where that is nearer to `reads`: two selectors are to read the same, not one less."""
+    more = replace(plan, k=min(plan.k + 1, shape.candidates))
+    return min((plan, more), key=lambda p: abs(cost(shape, p).sectors(p.k) - reads * shape.native_sectors))
+
+
 def _row(shape: BlockShape) -> float:
     row = shape.hidden * shape.element_size
     return run_sectors(row, row)
