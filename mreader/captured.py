@@ -41,6 +41,8 @@ CustomGenerate = Callable[..., Tensor]
 
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Why the model cannot decode on a cache of fixed size; None where it can."""
+    if not model._supports_default_dynamic_cache():
+        return "it has a cache of its own"
     others = {type(layer).__name__ for layer in _static_layers(model, 1) if type(layer) not in _STATIC_LAYERS}
     if others:
         return f"its cache has {', '.join(sorted(others))}, of no fixed size"
