@@ -47,7 +47,24 @@ class Case:
     reader: PreTrainedModel
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+# One of every layout and of every way to be different; the others are like one of these, and take minutes.
+TELLING = {
+    "olmoe",
+    "mixtral",
+    "qwen3_5_moe",
+    "gemma4",
+    "deepseek_v3",
+    "granitemoe",
+    "qwen3_vl_moe",
+    "lfm2_moe",
+    "minimax",
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in TELLING else pytest.mark.slow) for name in MODEL_TYPES],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name = request.param
     if not is_in_transformers(name):
