@@ -108,7 +108,7 @@ def main() -> None:
         convert = [sys.executable, "-m", "mreader.cli.main", "convert", str(folder / "source"), str(folder / "out")]
         convert += ["-q", "--device", arguments.device, "--codes", arguments.codes]
         copy = [sys.executable, "-c", COPY, str(folder / "source"), str(folder / "out")]
-        startup = run([sys.executable, "-m", "mreader.cli.main", "--version"]).seconds
+        startup = run([sys.executable, "-c", "import mreader.cli.convert"]).seconds
         print(f"{arguments.shape}, {arguments.layers} layers, {size / 1e9:.2f} GB, {arguments.shards} shards")
         print(f"device {arguments.device}, {os.cpu_count()} CPUs; {startup:.1f} s of a conversion is start-up")
         print(f"{'':8} {'seconds':>8} {'GB/s':>6} {'peak GB':>8}   (bound {bound / 1e9:.2f} GB)")
