@@ -172,19 +172,7 @@ def _repacked(module: Any, device: torch.device) -> DecodeLayer:
 def _layer_of(module: Any, device: torch.device) -> ExpertLayer:
     sketch = module.sketch.on(device)
     gate_up, down = _stored_weights(module)
-    return ExpertLayer(
-        gate_up=gate_up,
-        down=down,
-        codes=sketch["sketch_codes"],
-        scales=sketch["sketch_scales"],
-        errors=sketch["sketch_errors"],
-        signs=sketch["sketch_signs"],
-        down_norms=sketch["down_norms"],
-        basis=sketch["recovery_basis"],
-        coeffs=sketch["recovery_coeffs"],
-        code=module.mreader.stored.code,
-        activation=module.mreader_activation,
-    )
+    return ExpertLayer.of(gate_up, down, sketch, module.mreader.stored.code, module.mreader_activation)
 
 
 def _stored_weights(module: Any) -> tuple[Tensor, Tensor]:

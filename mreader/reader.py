@@ -6,6 +6,7 @@ y = sum over kept j of w_e * a_j * d_j  +  U . sum over skipped j of w_e * p_j *
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert
 # B block, nb = ceil(H/B) blocks, C = nb*B rotated coordinates, r stored rank
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,25 @@ class ExpertLayer:
     coeffs: Tensor
     code: Code
     activation: Activation
+
+    @classmethod
+    def of(
+        cls, gate_up: Tensor, down: Tensor, stored: Mapping[str, Tensor], code: Code, activation: Activation
+    ) -> "ExpertLayer":
+        """The layer of these weights and, under their names in the format, the tensors of sketch and recovery map."""
+        return cls(
+            gate_up=gate_up,
+            down=down,
+            codes=stored["sketch_codes"],
+            scales=stored["sketch_scales"],
+            errors=stored["sketch_errors"],
+            signs=stored["sketch_signs"],
+            down_norms=stored["down_norms"],
+            basis=stored["recovery_basis"],
+            coeffs=stored["recovery_coeffs"],
+            code=code,
+            activation=activation,
+        )
 
 
 @dataclass(frozen=True)

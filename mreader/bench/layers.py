@@ -131,16 +131,4 @@ def _load_layers(target: Target, count: int, device: torch.device) -> Iterator[E
     with augmented.tensors() as tensors:
         for layer in augmented.architecture.layers[:count]:
             stored = {part: tensor.to(device) for part, tensor in augmented.layer(layer, tensors).items()}
-            yield ExpertLayer(
-                gate_up=stored["gate_up_proj"],
-                down=stored["down_proj"],
-                codes=stored["sketch_codes"],
-                scales=stored["sketch_scales"],
-                errors=stored["sketch_errors"],
-                signs=stored["sketch_signs"],
-                down_norms=stored["down_norms"],
-                basis=stored["recovery_basis"],
-                coeffs=stored["recovery_coeffs"],
-                code=target.options.code,
-                activation=activation,
-            )
+            yield ExpertLayer.of(stored["gate_up_proj"], stored["down_proj"], stored, target.options.code, activation)

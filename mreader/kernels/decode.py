@@ -95,7 +95,7 @@ class Blocks:
     exact_channels: int = 4
     exact_steps: int = 1
     exact_warps: int = 8
-    finish_columns: int = 32
+    finish_columns: int = 16
     finish_warps: int = 4
 
 

@@ -173,16 +173,10 @@ def _sketch(module: Any, ordinal: int, activation: str, options: FormatOptions) 
 
 def _expert_layer(module: Any, parts: Mapping[str, Tensor], activation: str, code: Any) -> ExpertLayer:
     E, rows, H = module.gate_up_proj.shape
-    return ExpertLayer(
-        gate_up=module.gate_up_proj.detach().view(E, 2, rows // 2, H),
-        down=module.down_proj.detach().transpose(1, 2),
-        codes=parts["sketch_codes"],
-        scales=parts["sketch_scales"],
-        errors=parts["sketch_errors"],
-        signs=parts["sketch_signs"],
-        down_norms=parts["down_norms"],
-        basis=parts["recovery_basis"],
-        coeffs=parts["recovery_coeffs"],
-        code=code,
-        activation=get_activation(activation),
+    return ExpertLayer.of(
+        module.gate_up_proj.detach().view(E, 2, rows // 2, H),
+        module.down_proj.detach().transpose(1, 2),
+        parts,
+        code,
+        get_activation(activation),
     )
