@@ -1,13 +1,14 @@
 """A decode step as one CUDA graph: the forward pass of one token a sequence, on a cache of fixed size.
 
 A step of an uncaptured model is bound by the host, which launches some thousand kernels for it; a graph is one launch.
+Compiled layers (compiled.py) make those kernels few.
 """
 
-# N sequences, T tokens of a prompt, V vocabulary
+# N sequences, T tokens of a prompt, V vocabulary, L tokens of the cache, g key heads, D their size
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSl
 from transformers.generation.streamers import BaseStreamer
 
 from mreader.backend import current
+from mreader.compiled import CompiledLayers, why_not_compiled
 from mreader.errors import UnsupportedError, UsageError
 from mreader.runtime import Mode, phase, reader_mode
 
-# Layers of a cache that change in place, and nothing but tensors on the device.
-_STATIC_LAYERS = (StaticLayer, LinearAttentionLayer)
 # Implementations of attention that take a mask of fixed size; the others unpad on the host, or compile.
 _ATTENTION = ("sdpa", "eager")
 # Rotary embeddings whose frequencies depend on the longest position so far.
 _MOVING_ROPE = {"dynamic", "longrope"}
 _WARM_UP_STEPS = 3
+# Lengths of a cache: a layer is compiled for each of them. Attention reads all of it, which is little up to the last.
+_FIRST_LENGTH, _LAST_DOUBLED = 256, 4096
 
 CustomGenerate = Callable[..., Tensor]
 """What transformers' `generate` takes as `custom_generate`."""
@@ -43,7 +45,8 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     """Why the model cannot decode on a cache of fixed size; None where it can."""
     if not model._supports_default_dynamic_cache():
         return "it has a cache of its own"
-    others = {type(layer).__name__ for layer in _static_layers(model, 1) if type(layer) not in _STATIC_LAYERS}
+    layers = _static_layers(model, 1, torch.zeros((), dtype=torch.int64))
+    others = {type(layer).__name__ for layer in layers if type(layer) not in (_FixedLayer, LinearAttentionLayer)}
     if others:
         return f"its cache has {', '.join(sorted(others))}, of no fixed size"
     attention = model.config._attn_implementation
@@ -57,28 +60,60 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     return None
 
 
+class _FixedLayer(StaticLayer):  # type: ignore[misc]
+    """transformers' static layer of a cache, but for its length: one tensor of all layers, which the step counts.
+
+    keys, values: (N, g, L, D)
+    """
+
+    def __init__(self, max_cache_len: int, length: Tensor) -> None:
+        super().__init__(max_cache_len)
+        self.cumulative_length = length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write T new tokens (N, g, T, D) behind those that are there; all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        where = self.cumulative_length + torch.arange(key_states.shape[-2], device=key_states.device)
+        self.keys.index_copy_(2, where, key_states)
+        self.values.index_copy_(2, where, value_states)
+        return self.keys, self.values
+
+
 class CapturedStep:
     """Prefill as always, then steps of one token a sequence, replayed from a CUDA graph; on a CPU, plain forwards.
 
     The graph holds the budget, the mode and the tuning in force when it was captured. One at a time decodes: `prefill`
-    starts all over.
+    starts all over. Compiled layers give the same logits but for rounding.
 
     batch:      N, of sequences that are equally long
     max_length: tokens of a sequence, prompt included
     mode:       "decode" reads sparsely, where that is faster at this batch; "never" is dense
+    compiled:   whether the layers are compiled: some ten seconds the first time, less with torch's cache on disk
+    note:       told why they are not compiled all the same
 
     Raises UnsupportedError where `why_not_static` gives a reason.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int, max_length: int, mode: Mode = "decode") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        max_length: int,
+        mode: Mode = "decode",
+        *,
+        compiled: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         if reason := why_not_static(model):
             raise UnsupportedError(f"no step of {type(model).__name__} is captured: {reason}", "use model.generate")
         self.model, self.mode, self.max_length = model, mode, max_length
-        self.cache = Cache(layers=_static_layers(model, max(max_length, 2)))  # warming up takes two tokens
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self.cache = Cache(layers=_static_layers(model, _cache_length(max_length), self.position.view(())))
         self._length = 0
         self._cache_name = _cache_name(model)
+        self._compiled = self._compile(note) if compiled else None
         self._replay = self._capture() if model.device.type == "cuda" else self._decode
 
     @torch.inference_mode()
@@ -102,13 +137,37 @@ class CapturedStep:
 
     def _prompt(self, ids: Tensor) -> Tensor:
         self.cache.reset()
+        self.position.zero_()
+        logits = self._forward(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), decoding=False)
         self.position.fill_(ids.shape[1])
-        return self._forward(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), decoding=False)
+        return logits
 
     def _decode(self) -> Tensor:
-        logits = self._forward(self.tokens, self.position, decoding=True)
+        with self._layers():
+            logits = self._forward(self.tokens, self.position, decoding=True)
         self.position.add_(1)
         return logits
+
+    def _layers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._compiled is None else self._compiled.in_force()
+
+    @torch.inference_mode()
+    def _compile(self, note: Callable[[str], None]) -> CompiledLayers | None:
+        """The layers compiled, for the cache that a prompt makes; None where that fails, which `note` is told."""
+        reason = why_not_compiled(self.model.device)
+        if reason is None:
+            self._compiled = CompiledLayers(self.model, self.cache)
+            try:
+                with current(self.model.device):
+                    self._prompt(torch.zeros_like(self.tokens))
+                    self._decode()
+            except torch._dynamo.exc.TorchDynamoException as error:
+                summary = str(error).strip().partition("\n\n")[0]
+                reason = f"torch.compile failed: {' '.join(summary.split())}"
+        if reason is None:
+            return self._compiled
+        note(f"decoding with layers that are not compiled, so more slowly: {reason}")
+        return None
 
     def _capture(self) -> Callable[[], Tensor]:
         """A replay of `_decode` as it runs after a prompt, whose first run differs: it makes the cache."""
@@ -143,7 +202,9 @@ class CapturedStep:
         return logits
 
 
-def captured_generate(mode: Mode, streamer: BaseStreamer) -> CustomGenerate:
+def captured_generate(
+    mode: Mode, streamer: BaseStreamer, *, compiled: bool = False, note: Callable[[str], None] = lambda text: None
+) -> CustomGenerate:
     """For `model.generate(custom_generate=...)`: transformers' own greedy or sampling loop, over a captured step.
 
     The prompts must be equally long, without padding. transformers drops the streamer that `generate` is given.
@@ -158,7 +219,7 @@ def captured_generate(mode: Mode, streamer: BaseStreamer) -> CustomGenerate:
         generation_config: GenerationConfig,
         **_: Any,
     ) -> Tensor:
-        step = CapturedStep(model, len(input_ids), generation_config.max_length, mode)
+        step = CapturedStep(model, len(input_ids), generation_config.max_length, mode, compiled=compiled, note=note)
         padding = generation_config._pad_token_tensor
         running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         logits = step.prefill(input_ids)
@@ -191,13 +252,21 @@ def _side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _static_layers(model: PreTrainedModel, max_length: int) -> list[Any]:
+def _cache_length(max_length: int) -> int:
+    """Tokens that the cache has room for: a power of two, or a multiple of the largest one taken."""
+    if max_length > _LAST_DOUBLED:
+        return -(-max_length // _LAST_DOUBLED) * _LAST_DOUBLED
+    return max(1 << (max_length - 1).bit_length(), _FIRST_LENGTH)
+
+
+def _static_layers(model: PreTrainedModel, max_length: int, length: Tensor) -> list[Any]:
     """Layers of transformers' static cache. A sliding window keeps all tokens: the mask alone makes it slide.
 
     transformers' own counts tokens on the host, and changes its steps where the window is full.
     """
+    fixed = (StaticLayer, StaticSlidingWindowLayer)
     layers = StaticCache(config=model.config, max_cache_len=max_length).layers
-    return [StaticLayer(max_length) if type(layer) is StaticSlidingWindowLayer else layer for layer in layers]
+    return [_FixedLayer(max_length, length) if type(layer) in fixed else layer for layer in layers]
 
 
 def _rope_types(model: PreTrainedModel) -> set[str]:

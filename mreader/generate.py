@@ -102,13 +102,15 @@ def generate(
     sampling: Sampling,
     *,
     mode: Mode = "decode",
+    compiled: bool = True,
     emit: Callable[[str], None] = lambda text: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Continue the prompt `ids` (1, T), passing text to `emit` as it comes. On a GPU, steps are captured in a graph.
 
-    mode: "decode" reads sparsely in decode steps, "never" is the dense model
-    note: told why steps are not captured, where a model's cannot be
+    mode:     "decode" reads sparsely in decode steps, "never" is the dense model
+    compiled: whether captured steps have compiled layers: slower to start, faster after that
+    note:     told why steps are not captured or their layers not compiled, where that cannot be
     """
     torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, emit)
@@ -118,14 +120,14 @@ def generate(
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=sampling.max_new_tokens,
             streamer=streamer,
-            custom_generate=_decoding_loop(model, mode, streamer, note),
+            custom_generate=_decoding_loop(model, mode, streamer, compiled, note),
             **sampling.arguments(),
         )
     return _report(model, streamer, mode)
 
 
 def _decoding_loop(
-    model: PreTrainedModel, mode: Mode, streamer: _Streamer, note: Callable[[str], None]
+    model: PreTrainedModel, mode: Mode, streamer: _Streamer, compiled: bool, note: Callable[[str], None]
 ) -> CustomGenerate | None:
     """Over captured steps on a GPU, None for transformers' own."""
     if model.device.type != "cuda":
@@ -133,7 +135,7 @@ def _decoding_loop(
     if reason := why_not_static(model):
         note(f"decoding without a CUDA graph, so more slowly: {reason}")
         return None
-    return captured_generate(mode, streamer)
+    return captured_generate(mode, streamer, compiled=compiled, note=note)
 
 
 def _report(model: PreTrainedModel, streamer: _Streamer, mode: Mode) -> Generation:

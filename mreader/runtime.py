@@ -111,7 +111,7 @@ class Expected:
 
 def expect_format(model: PreTrainedModel, options: FormatOptions, files: list[Path]) -> Expected:
     """Give the routed experts of an empty model parameters in the format's shapes and dtypes, on the meta device."""
-    experts = [module for _, module in _experts_modules(model)]
+    experts = [module for _, module in experts_modules(model)]
     if not experts:
         raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
     for module in experts:
@@ -133,7 +133,7 @@ def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -
         parameter.data = parameter.data.to(dtype)
     runtime = _make_runtime(model, options, expected.element_size)
     dense = model.config.get_text_config()._experts_implementation
-    for _, module in _experts_modules(model):
+    for _, module in experts_modules(model):
         view_as_stock(module, options)
         module.mreader, module.mreader_dense = runtime, dense
     if METHOD not in ALL_EXPERTS_FUNCTIONS:
@@ -244,7 +244,7 @@ def _routed_part(model: PreTrainedModel) -> PreTrainedModel:
     return part
 
 
-def _experts_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def experts_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """The modules behind transformers' experts interface, with gate and up fused."""
     within = routed_part(model.config.to_dict())
     for name, module in model.named_modules():
@@ -255,7 +255,7 @@ def _experts_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: int) -> Runtime:
-    experts = [module for _, module in _experts_modules(model)]
+    experts = [module for _, module in experts_modules(model)]
     _, _, I, H = experts[0].gate_up_proj.shape
     routed, activation = routing(model.config.to_dict())
     for module in experts:
@@ -325,13 +325,20 @@ def _leave(module: Any, *_: object) -> None:
 
 def _decoder(model: PreTrainedModel) -> Any:
     """The innermost transformers model that holds every routed layer."""
-    names = [name for name, _ in _experts_modules(model)]
+    names = [name for name, _ in experts_modules(model)]
     holders: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and all(n.startswith(f"{name}." if name else "") for n in names)
     ]
     return max(holders, key=lambda holder: len(holder[0]))[1]
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """All layers of the decoder, also those without routed experts."""
+    path = next(name for name, _ in experts_modules(model)).split(".")
+    holders = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path)))
+    return list(next(holder for holder in holders if isinstance(holder, nn.ModuleList)))
 
 
 def _is_decode_step(arguments: Mapping[str, Any]) -> bool:

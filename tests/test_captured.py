@@ -201,7 +201,7 @@ class TestModelsThatCannot:
 
     def test_a_cache_that_grows(self, olmoe: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         grows = DynamicCache(config=olmoe.config).layers
-        monkeypatch.setattr("mreader.captured._static_layers", lambda model, length: grows)
+        monkeypatch.setattr("mreader.captured._static_layers", lambda *_: grows)
         self._refused(olmoe, "its cache has DynamicLayer")
 
     def test_a_model_on_several_devices(self, olmoe: PreTrainedModel) -> None:
@@ -214,7 +214,7 @@ class TestGenerate:
 
     def test_text_and_pieces_are_the_same(self, olmoe_augmented: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def captured(
-            model: PreTrainedModel, mode: runtime.Mode, streamer: BaseStreamer, note: object
+            model: PreTrainedModel, mode: runtime.Mode, streamer: BaseStreamer, compiled: bool, note: object
         ) -> CustomGenerate:
             return captured_generate(mode, streamer)
 
@@ -237,7 +237,7 @@ class TestGenerate:
         notes: list[str] = []
         for reason, captured in ((None, True), ("its cache grows", False)):
             monkeypatch.setattr("mreader.generate.why_not_static", lambda _, reason=reason: reason)
-            assert (_decoding_loop(model, "decode", Tokens(), notes.append) is not None) == captured
+            assert (_decoding_loop(model, "decode", Tokens(), True, notes.append) is not None) == captured
         assert notes == ["decoding without a CUDA graph, so more slowly: its cache grows"]
 
 

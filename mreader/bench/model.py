@@ -2,7 +2,7 @@
 
 # N sequences, E experts, H hidden size, I channels of an expert
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 _PROMPT, _MAX_LENGTH = 16, 256
+_MODES: tuple["Mode", "Mode"] = ("never", "always")
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,17 @@ class ModelBench:
         return {**facts, **vars(self.settings), "rows": rows}
 
 
-def bench_model(model: "PreTrainedModel", name: str, batches: Sequence[int], progress: Progress) -> ModelBench:
-    """Measure the steps of a loaded model, under the budget that it has. UsageError without a CUDA device."""
+def bench_model(
+    model: "PreTrainedModel",
+    name: str,
+    batches: Sequence[int],
+    progress: Progress,
+    note: Callable[[str], None] = lambda text: None,
+) -> ModelBench:
+    """Measure the steps of a loaded model, under the budget that it has. UsageError without a CUDA device.
+
+    note: told why the layers are not compiled, where they cannot be
+    """
     device = require_cuda()
     from mreader.runtime import runtime_of
 
@@ -83,7 +93,8 @@ def bench_model(model: "PreTrainedModel", name: str, batches: Sequence[int], pro
     progress.begin("batches", len(batches), "batches")
     rows = []
     for batch in batches:
-        rows.append(ModelRow(batch, _time_mode(model, batch, "never"), _time_mode(model, batch, "always")))
+        dense, sparse = (_time_mode(model, batch, mode, note) for mode in _MODES)
+        rows.append(ModelRow(batch, dense, sparse))
         progress.advance(1)
     return ModelBench(device_name(device), name, runtime.layers, runtime.settings, runtime.reads.total, rows)
 
@@ -157,11 +168,11 @@ def _require_memory(shape: ModelShape, free: int) -> None:
         )
 
 
-def _time_mode(model: "PreTrainedModel", batch: int, mode: "Mode") -> float:
+def _time_mode(model: "PreTrainedModel", batch: int, mode: "Mode", note: Callable[[str], None]) -> float:
     """Milliseconds of a captured step after a short prompt."""
     from mreader.captured import CapturedStep
 
-    step = CapturedStep(model, batch, _MAX_LENGTH, mode)
+    step = CapturedStep(model, batch, _MAX_LENGTH, mode, compiled=True, note=note)
     ids = torch.randint(3, model.config.get_text_config().vocab_size, (batch, _PROMPT), device=model.device)
     tokens = step.prefill(ids).argmax(-1, keepdim=True)
     return time_steps(lambda: step.step(tokens))

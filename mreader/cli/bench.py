@@ -102,7 +102,7 @@ def model_command(
         else:
             model = random_model(target.model, target.options, bar)
         set_budget(model, **asdict(budget))
-        bench = bench_model(model, target.name, batches, bar)
+        bench = bench_model(model, target.name, batches, bar, note=lambda text: err.print(text, markup=False))
     if json:
         print_json(bench.as_json())
     else:

@@ -41,6 +41,10 @@ def generate_command(
     score: Score = None,
     rank: Rank = None,
     dense: Annotated[bool, typer.Option("--dense", help="Read everything: the source model.")] = False,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="On a GPU: compile the layers; a slower start, faster steps."),
+    ] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how fast it was and what it read.")] = False,
@@ -58,7 +62,7 @@ def generate_command(
     ids = encode_prompt(tokenizer, text, chat)
     emit = (lambda piece: None) if json else _write
     mode: Mode = "never" if dense else "decode"
-    generation = generate(model, tokenizer, ids, sampling, mode=mode, emit=emit, note=_note)
+    generation = generate(model, tokenizer, ids, sampling, mode=mode, compiled=compile, emit=emit, note=_note)
     if json:
         print_json(asdict(generation))
         return

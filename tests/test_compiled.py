@@ -1,0 +1,239 @@
+"""Compiled layers give what the layers give. Without a GPU: traced, rewritten and run as torch operations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYERS, VOCABULARY, is_in_transformers, save_tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import mreader
+from mreader import compiled
+from mreader.captured import CapturedStep
+from mreader.compiled import CompiledLayers, one_token_attention, why_not_compiled
+from mreader.runtime import Mode, decoder_layers, set_budget
+
+TOKENS = torch.randint(1, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
+# Type -> compilations: one for each kind of layer. With the prompt, 31 steps go past the sliding windows of 32.
+KINDS = {
+    "olmoe": 1,
+    "mixtral": 1,
+    "qwen3_moe": 2,
+    "qwen3_5_moe": 2,
+    "gemma4": 3,
+    "deepseek_v3": 2,
+    "granitemoe": 1,
+    "granitemoehybrid": 2,
+    "qwen3_vl_moe": 2,
+    "lfm2_moe": 2,
+}
+STEPS = 31
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PreTrainedModel]:
+    made: dict[str, Path] = {}
+
+    def load(name: str) -> PreTrainedModel:
+        if not is_in_transformers(name):
+            pytest.skip("this transformers does not have it")
+        if name not in made:
+            folder = tmp_path_factory.mktemp("compiled")
+            save_tiny(folder / "source", name)
+            mreader.convert(folder / "source", folder / "out", device="cpu")
+            made[name] = folder / "out"
+        model = mreader.load(made[name], dtype="float32", device="cpu")
+        set_budget(model, channels=0.5)
+        return model
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def _compilers_start_afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but generating code, which takes a C++ compiler half a minute."""
+    monkeypatch.setattr(compiled, "_lower", lambda graph, inputs: graph)
+
+
+def decode(step: CapturedStep, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Greedy tokens (N, steps) and the logits (N, steps, V) that they are the largest of."""
+    logits = [step.prefill(prompts).clone()]
+    for _ in range(steps - 1):
+        logits.append(step.step(logits[-1].argmax(-1, keepdim=True)).clone())
+    every = torch.stack(logits, 1)
+    return every.argmax(-1), every
+
+
+def assert_the_same(model: PreTrainedModel, batch: int) -> None:
+    """Float32 sums in another order, through all layers: 1e-5 of the largest logit."""
+    tokens, logits = decode(CapturedStep(model, batch, 40, compiled=True, note=pytest.fail), TOKENS[:batch], STEPS)
+    expected_tokens, expected = decode(CapturedStep(model, batch, 40), TOKENS[:batch], STEPS)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.equal(tokens, expected_tokens)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_those_of_the_layers_as_they_are(
+    name: str, load: Callable[[str], PreTrainedModel], traced: None
+) -> None:
+    model = load(name)
+    for ordinal, batch in enumerate((1, 3), start=1):
+        assert_the_same(model, batch)
+        assert counters["stats"]["unique_graphs"] == ordinal * KINDS[name], "layers of a kind share a compilation"
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_generated_code_gives_the_same_tokens(load: Callable[[str], PreTrainedModel]) -> None:
+    if reason := why_not_compiled(torch.device("cpu")):
+        pytest.skip(reason)
+    assert_the_same(load("qwen3_moe"), 3)
+
+
+def test_the_next_step_of_that_batch_is_not_compiled_again(
+    load: Callable[[str], PreTrainedModel], traced: None
+) -> None:
+    model = load("olmoe")
+    steps = [
+        CapturedStep(model, 2, length, mode, compiled=True) for length in (20, 250) for mode in ("decode", "never")
+    ]
+    assert counters["stats"]["unique_graphs"] == 1, "neither the mode nor a length up to 256 makes a difference"
+    assert len({id(step.cache) for step in steps}) == 4
+
+
+def test_the_model_stays_as_it_is(load: Callable[[str], PreTrainedModel], traced: None) -> None:
+    model = load("olmoe")
+    before = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in model.state_dict().items()}
+    decode(CapturedStep(model, 1, 20, compiled=True), TOKENS[:1], 3)
+    assert {name: (tensor.data_ptr(), tensor.shape) for name, tensor in model.state_dict().items()} == before
+    assert all(layer._compiled_call_impl is None for layer in decoder_layers(model))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.inference_mode()
+def test_another_thread_gets_the_layers_as_they_are(load: Callable[[str], PreTrainedModel], traced: None) -> None:
+    model = load("olmoe")
+    expected = model(TOKENS).logits
+    layers = CompiledLayers(model, CapturedStep(model, 3, 20).cache)
+    found: list[Tensor] = []
+
+    def forward() -> None:
+        with torch.inference_mode():
+            found.append(model(TOKENS).logits)
+
+    with layers.in_force():
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+    assert not counters["stats"]["unique_graphs"]
+
+
+def test_only_decode_steps_are_compiled(
+    load: Callable[[str], PreTrainedModel], traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    experts = compiled.experts_forward
+    monkeypatch.setattr(
+        compiled, "experts_forward", lambda module, x, *rest: (calls.append(len(x)), experts(module, x, *rest))[1]
+    )
+    step = CapturedStep(load("olmoe"), 2, 12, compiled=True)
+    calls.clear()
+    step.prefill(TOKENS[:2])
+    assert not calls
+    step.step(TOKENS[:2, :1])
+    assert calls == [2] * LAYERS
+
+
+class TestWithoutACompiler:
+    """The step decodes all the same, and a note says why it is slower."""
+
+    def _decodes_with(self, model: PreTrainedModel, note: str) -> None:
+        notes: list[str] = []
+        step = CapturedStep(model, 1, 20, compiled=True, note=notes.append)
+        assert notes == [f"decoding with layers that are not compiled, so more slowly: {note}"]
+        tokens, _ = decode(step, TOKENS[:1], 5)
+        assert torch.equal(tokens, decode(CapturedStep(model, 1, 20), TOKENS[:1], 5)[0])
+
+    def test_that_is_not_there(
+        self, load: Callable[[str], PreTrainedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+        self._decodes_with(load("olmoe"), "there is no g++")
+
+    def test_that_fails(self, load: Callable[[str], PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(graph: object, inputs: object) -> Any:
+            raise RuntimeError("out of registers")
+
+        monkeypatch.setattr(compiled, "_lower", fail)
+        self._decodes_with(
+            load("olmoe"), "torch.compile failed: backend='_backend' raised: RuntimeError: out of registers"
+        )
+
+    def test_that_is_switched_off(
+        self, load: Callable[[str], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        self._decodes_with(load("olmoe"), "TORCHDYNAMO_DISABLE is set")
+
+
+class Heads:
+    """What transformers' attention reads of a module."""
+
+    is_causal, training = True, False
+
+    def __init__(self, groups: int) -> None:
+        self.num_key_value_groups = groups
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("mask", ["bool", "addend", None])
+def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sums and as matrix products; 6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 3 * 6 * 11 * 20 if few else 0)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 1, 20), torch.randn(3, 2, 11, 20), torch.randn(3, 2, 11, 12)
+    seen = torch.arange(11).view(1, 1, 1, 11) < 7
+    masks = {"bool": seen, "addend": torch.where(seen, 0.0, torch.finfo().min), None: None}
+    expected, _ = sdpa_attention_forward(Heads(3), query, key, value, masks[mask], scaling=0.3)
+    found, _ = one_token_attention(Heads(3), query, key, value, masks[mask], scaling=0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_the_largest_by_sorting_are_topk_s(dim: int, largest: bool) -> None:
+    x = torch.randperm(77).view(7, 11).float()
+    for found, expected in zip(compiled._topk(x, 3, dim, largest), x.topk(3, dim, largest), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_5_moe", "gemma4"])
+@pytest.mark.parametrize("mode", ["decode", "never"])
+def test_a_graph_of_compiled_layers_gives_the_same_tokens(
+    name: str, mode: Mode, load: Callable[[str], PreTrainedModel]
+) -> None:
+    """Float32, products of 192 terms in another order: 1e-4 of the largest logit, as kernels differ more than CPUs."""
+    model, prompts = load(name).to("cuda"), TOKENS.cuda()
+    steps = [CapturedStep(model, 3, 40, mode, compiled=compiled, note=pytest.fail) for compiled in (True, False)]
+    (tokens, logits), (expected_tokens, expected) = (decode(step, prompts, STEPS) for step in steps)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert torch.equal(tokens, expected_tokens)
