@@ -1,6 +1,6 @@
-"""The decode block on a GPU: five Triton kernels one after the other, without a word from the host in between.
+"""The decode block on a GPU: six Triton kernels one after the other, without a word from the host in between.
 
-rotate -> screen -> select -> exact -> finish; what each does and costs: kernels/README.md.
+rotate -> screen -> score -> select -> exact -> finish; what each does and costs: kernels/README.md.
 """
 
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert
@@ -21,19 +21,14 @@ from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
 from mreader.kernels.intrinsics import has_dependent_launch
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
-from mreader.kernels.screen_kernel import screen_kernel
-from mreader.kernels.select_kernel import select_kernel
+from mreader.kernels.score_kernel import score_kernel
+from mreader.kernels.screen_kernel import STRIP, screen_kernel
+from mreader.kernels.select_kernel import MOST_COLUMNS, ROWS, select_kernel
 from mreader.kernels.tuning import LayerShape, configuration, device_name
 from mreader.reader import ExpertLayer, ReadSettings
 
-# Bins of the scores, by the upper bits of their 31: an eighth and a 64th of an octave.
-_COARSE_SHIFT, _FINE_SHIFT = 20, 17
-_HISTOGRAM = {
-    "COARSE_SHIFT": _COARSE_SHIFT,
-    "FINE_SHIFT": _FINE_SHIFT,
-    "COARSE": 1 << 31 - _COARSE_SHIFT,
-    "FINE": 1 << 31 - _FINE_SHIFT,
-}
+# Bins of the scores, by the upper bits of their 31: an eighth of an octave, and a 512th in a window of 32 octaves.
+_HISTOGRAM = {"COARSE_SHIFT": 20, "FINE_SHIFT": 14, "COARSE": 1 << 11, "FINE": 1 << 14}
 
 
 @dataclass(frozen=True)
@@ -81,17 +76,21 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
 class Blocks:
     """Meta-parameters, <kernel>_<parameter> of tuning.toml: warps of a program, and how much it takes on.
 
-    screen_loads:   groups of 4 loads that a thread has under way at a time
-    recovery_rows:  channels that a program of the recovery sum takes at a time
+    screen_parts:   programs that share the coordinates of a block: 1, 2, 4 or 8
+    screen_warps:   blocks of a program
+    screen_loads:   coordinates whose codes a thread has under way at a time, a multiple of 4
+    recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
     finish_columns: of the output
     """
 
     rotate_warps: int = 4
-    screen_warps: int = 8
-    screen_loads: int = 5
-    select_warps: int = 8
-    recovery_rows: int = 128
+    screen_parts: int = 2
+    screen_warps: int = 4
+    screen_loads: int = 20
+    score_warps: int = 2
+    select_warps: int = 16
+    recovery_rows: int = 1024
     exact_channels: int = 4
     exact_steps: int = 1
     exact_warps: int = 8
@@ -105,7 +104,7 @@ def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
     return Blocks(
         **{
             f"{kernel}_{parameter}": value
-            for kernel in ("rotate", "screen", "select", "recovery", "exact", "finish")
+            for kernel in ("rotate", "screen", "score", "select", "recovery", "exact", "finish")
             for parameter, value in configuration(kernel, name, shape, batch).items()
         }
     )
@@ -121,8 +120,8 @@ def decode(
     weights: (N, K) any float
     returns: (N, H) dtype of x
 
-    Estimates are summed in FP16 over a quarter of a block's coordinates, and in float32 beyond. The same input gives
-    the same bits; a token's result depends on its neighbours only where `blocks` does.
+    Estimates are summed in FP16 over 20 coordinates at most, and in float32 beyond. The same input gives the same bits;
+    a token's result depends on its neighbours only where `blocks` does.
     """
     E, I, H = layer.down.shape
     blocks = blocks or tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
@@ -146,35 +145,42 @@ class Stages:
             raise UsageError(f"rank {settings.rank} asked for, but rank {layer.basis.shape[1]} is stored")
         self.k = min(settings.k, self.candidates)
         self.nb = count_blocks(self.hidden)
+        self.strips = triton.cdiv(layer.tiles.codes.stride(1), STRIP.value)
         self.rank, self.stored_rank = settings.rank, layer.basis.shape[1]
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
         self.groups = max(triton.cdiv(self.k, blocks.exact_channels * blocks.exact_steps), 1)
+        self.piece = min(blocks.recovery_rows, triton.next_power_of_2(self.channels))
+        self.pieces = triton.cdiv(self.channels, self.piece)
+        columns = triton.cdiv(self.candidates, ROWS.value)
+        self.columns = min(triton.next_power_of_2(columns), MOST_COLUMNS)
+        self.chunks = triton.cdiv(columns, self.columns)
         self.dependent = has_dependent_launch(x.device)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=x.device)
 
         N, K, I = self.tokens, self.slots, self.channels
-        self.offsets = empty(N, self.nb, 8, 4, 4, dtype=torch.int32)
-        self.values = empty(N, self.nb, 8, 4, 4, dtype=torch.int32)
-        self.block_info = empty(N, self.nb, 4)
+        self.offsets = empty(N, self.nb, 128, dtype=torch.int32)
+        self.values = empty(N, self.nb, 128, dtype=torch.int32)
+        self.block_info = empty(N, 3, self.nb)
         self.histogram = empty(N, _HISTOGRAM["COARSE"] + _HISTOGRAM["FINE"], dtype=torch.int32)
-        self.keys = empty(N, K, I, dtype=torch.int32)
+        self.sums = empty(N, K, self.nb, blocks.screen_parts, self.strips, 2, STRIP.value, 8, dtype=torch.float16)
+        self.keys = empty(N, self.chunks * ROWS.value * self.columns, dtype=torch.int32)
         self.skipped = empty(N, K, I)
-        self.members = empty(N, K, I, dtype=torch.int32)
         self.rows = empty(N, max(self.k, 1), dtype=torch.int64)
-        self.recovery = empty(N, K, self.rank_up)
+        self.recovery = empty(N, K * self.pieces, self.rank_up)
         self.outputs = empty(N, self.groups, self.hidden)
         self.y = empty(N, self.hidden, dtype=x.dtype)
 
     def run(self) -> Tensor:
         """All stages; y (N, H)."""
-        for stage in (self.rotate, self.screen, self.select, self.exact, self.finish):
+        for stage in (self.rotate, self.screen, self.score, self.select, self.exact, self.finish):
             stage()
         return self.y
 
     def rotate(self) -> None:
         """offsets, values, block_info; clears the histogram."""
+        errors_known = self.settings.score == "rho"
         self._launch(
             rotate_kernel,
             (self.nb, self.tokens),
@@ -182,32 +188,46 @@ class Stages:
             *(self.x, self.layer.signs, self.offsets, self.values, self.block_info, self.histogram),
             *(self.hidden, self.layer.tiles.codes.stride(1)),
             COORDINATES=self.settings.coordinates,
+            NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
+            NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
             HISTOGRAM=self.histogram.shape[1],
             CLEARED=triton.cdiv(self.histogram.shape[1], self.nb),
         )
 
     def screen(self) -> None:
-        """keys, skipped, histogram."""
-        layer, code, score = self.layer, self.layer.code, self.settings.score
-        tiles = layer.tiles
+        """sums."""
+        parts, code = self.blocks.screen_parts, self.layer.code
         self._launch(
             screen_kernel,
-            (triton.cdiv(self.channels, TILE), self.slots, self.tokens),
+            (self.strips * parts, triton.cdiv(self.nb, self.blocks.screen_warps), self.tokens * self.slots),
             self.blocks.screen_warps,
-            *(tiles.codes, tiles.scales, tiles.errors if score == "rho" else tiles.scales),
-            *(self.offsets, self.values, self.block_info, self.ids, self.weights, layer.down_norms, layer.coeffs),
-            *(self.keys, self.skipped, self.histogram, self.experts, self.channels, self.stored_rank, 0),
+            *(self.layer.tiles.codes, self.offsets, self.values, self.block_info, self.ids, self.sums),
+            *(self.experts, self.slots, triton.cdiv(self.channels, TILE), 0),
             nb=self.nb,
-            NB_UP=max(triton.next_power_of_2(self.nb), 16),
             ZERO=code.levels[0] / (code.levels[0] - code.levels[1]),
-            NOISE_READ=1.0 if score == "rho" else code.noise_read,
-            NOISE_UNREAD=1.0 if score == "rho" else code.noise_unread,
-            SCORE=score,
-            ACTIVATION=activation_kind(layer.activation),
-            RANK=self.rank,
-            COORDINATES=self.settings.coordinates,
+            SHARE=4 * triton.cdiv(triton.cdiv(self.settings.coordinates, parts), 4),
+            PARTS=parts,
             LOADED=self.blocks.screen_loads,
             BLOCKS=self.blocks.screen_warps,
+        )
+
+    def score(self) -> None:
+        """keys, skipped, histogram."""
+        layer, tiles = self.layer, self.layer.tiles
+        self._launch(
+            score_kernel,
+            (triton.cdiv(self.channels, TILE), self.slots, self.tokens),
+            self.blocks.score_warps,
+            *(self.sums, tiles.scales, tiles.errors, self.block_info, self.ids, self.weights),
+            *(layer.down_norms, layer.coeffs, self.keys, self.skipped, self.histogram),
+            *(self.experts, self.channels, self.strips, self.stored_rank),
+            nb=self.nb,
+            PARTS=self.blocks.screen_parts,
+            SCORE=self.settings.score,
+            ACTIVATION=activation_kind(layer.activation),
+            RANK=self.rank,
+            KEYS=self.keys.shape[1],
+            COLUMNS=self.columns,
             **_HISTOGRAM,
         )
 
@@ -215,13 +235,14 @@ class Stages:
         """rows; zeros in skipped."""
         self._launch(
             select_kernel,
-            (self.slots, self.tokens),
+            (self.tokens,),
             self.blocks.select_warps,
-            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.skipped, self.members),
-            *(self.experts, self.k),
+            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.skipped),
+            *(self.experts, self.slots, self.k),
             channels=self.channels,
-            CANDIDATES_UP=triton.next_power_of_2(self.candidates),
-            CHANNELS_UP=triton.next_power_of_2(self.channels),
+            KEYS=self.keys.shape[1],
+            CHUNKS=self.chunks,
+            COLUMNS=self.columns,
             **_HISTOGRAM,
         )
 
@@ -230,10 +251,11 @@ class Stages:
         layer = self.layer
         self._launch(
             exact_kernel,
-            (self.groups + (self.slots if self.rank else 0), self.tokens),
+            (self.groups + (self.slots * self.pieces if self.rank else 0), self.tokens),
             self.blocks.exact_warps,
             *(self.x, self.rows, self.ids, self.skipped, layer.gate_up, layer.down, layer.coeffs),
-            *(self.outputs, self.recovery, self.experts, self.slots, self.k, self.groups, self.stored_rank),
+            *(self.outputs, self.recovery),
+            *(self.experts, self.slots, self.k, self.groups, self.stored_rank),
             hidden=self.hidden,
             channels=self.channels,
             ACTIVATION=activation_kind(layer.activation),
@@ -242,21 +264,23 @@ class Stages:
             HIDDEN_UP=triton.next_power_of_2(self.hidden),
             CHANNELS=self.blocks.exact_channels,
             STEPS=self.blocks.exact_steps,
-            ROWS=self.blocks.recovery_rows,
+            PIECE=self.piece,
+            PIECES=self.pieces,
         )
 
     def finish(self) -> None:
         """y."""
+        pieces = self.slots * self.pieces
         self._launch(
             finish_kernel,
             (triton.cdiv(self.hidden, self.blocks.finish_columns), self.tokens),
             self.blocks.finish_warps,
             *(self.outputs, self.recovery, self.layer.basis, self.y),
-            *(self.hidden, self.groups, self.slots, self.stored_rank),
+            *(self.hidden, self.groups, pieces, self.stored_rank),
             RANK=self.rank,
             RANK_UP=self.rank_up,
             GROUPS_UP=triton.next_power_of_2(self.groups),
-            SLOTS_UP=triton.next_power_of_2(self.slots),
+            PIECES_UP=triton.next_power_of_2(pieces),
             COLUMNS=self.blocks.finish_columns,
         )
 

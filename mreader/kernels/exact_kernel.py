@@ -19,7 +19,7 @@ def exact_kernel(
     down,  # (E, I, H)
     coeffs,  # (E, I, stored rank) float16
     outputs,  # (N, P, H) float32, written: sum of w_e a_j d_j over the group
-    recovery,  # (N, K, RANK_UP) float32, written: sum over skipped j of w_e p_j b_j
+    recovery,  # (N, K * PIECES, RANK_UP) float32, written: sum over skipped j of w_e p_j b_j
     experts,
     slots,
     k,
@@ -33,10 +33,11 @@ def exact_kernel(
     HIDDEN_UP: tl.constexpr,
     CHANNELS: tl.constexpr,  # side by side
     STEPS: tl.constexpr,
-    ROWS: tl.constexpr,  # channels of a recovery program's step
+    PIECE: tl.constexpr,  # channels of a recovery program
+    PIECES: tl.constexpr,  # of a slot
     DEPENDENT: tl.constexpr,
 ):
-    """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the last K: recovery of a slot."""
+    """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the others: recovery of a piece."""
     program, token = tl.program_id(0), tl.program_id(1)
     if program < groups:
         h = tl.arange(0, HIDDEN_UP)
@@ -63,45 +64,61 @@ def exact_kernel(
         let_next_start(DEPENDENT)
         tl.store(outputs + (token.to(tl.int64) * groups + program) * hidden + h, y, mask=inside)
     elif RANK > 0:
-        r = tl.arange(0, RANK_UP)
-        here = token * slots + program - groups
-        e = tl.load(ids + here).to(tl.int64)
-        of_expert = coeffs + tl.where((e >= 0) & (e < experts), e, 0) * channels * stored_rank
-        sums = tl.zeros((ROWS, RANK_UP), tl.float32)
-        wait_for_earlier(DEPENDENT)
-        let_next_start(DEPENDENT)
-        for first in range(0, channels, ROWS):
-            c = first + tl.arange(0, ROWS)
-            exists = c < channels
-            b = tl.load(
-                of_expert + c[:, None] * stored_rank + r[None, :], mask=exists[:, None] & (r < RANK)[None, :], other=0.0
-            )
-            wp = tl.load(skipped + here.to(tl.int64) * channels + c, mask=exists, other=0.0)
-            sums += wp[:, None] * b.to(tl.float32)
-        tl.store(recovery + here * RANK_UP + r, tl.sum(sums, axis=0))
+        piece = token * slots * PIECES + program - groups
+        serving = tl.load(ids + piece // PIECES).to(tl.int64)
+        serving = tl.where((serving >= 0) & (serving < experts), serving, 0)
+        start = piece % PIECES * PIECE
+        of_slot, of_expert = piece // PIECES * channels + start, serving * channels + start
+        sums = _recover_piece(
+            skipped + of_slot, coeffs + of_expert * stored_rank, channels - start, stored_rank,
+            RANK, RANK_UP, PIECE, DEPENDENT,
+        )  # fmt: skip
+        tl.store(recovery + piece * RANK_UP + tl.arange(0, RANK_UP), sums)
+
+
+@triton.jit
+def _recover_piece(
+    skipped,
+    coeffs,
+    channels,
+    stored_rank,
+    RANK: tl.constexpr,
+    RANK_UP: tl.constexpr,
+    PIECE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """(RANK_UP,) float32: sum over the skipped of the channels from the pointers on of w_e p_j b_j."""
+    j, r = tl.arange(0, PIECE), tl.arange(0, RANK_UP)
+    b = tl.load(
+        coeffs + j[:, None] * stored_rank + r[None, :], mask=(j < channels)[:, None] & (r < RANK)[None, :], other=0.0
+    )
+    wait_for_earlier(DEPENDENT)
+    let_next_start(DEPENDENT)
+    wp = tl.load(skipped + j, mask=j < channels, other=0.0)
+    return tl.sum(wp[:, None] * b.to(tl.float32), axis=0)
 
 
 @triton.jit
 def finish_kernel(
     outputs,  # (N, P, H) float32
-    recovery,  # (N, K, RANK_UP) float32
+    recovery,  # (N, PIECES, RANK_UP) float32
     basis,  # (H, stored rank) float16
     y,  # (N, H) any float, written
     hidden,
     groups,
-    slots,
+    pieces,
     stored_rank,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
     GROUPS_UP: tl.constexpr,
-    SLOTS_UP: tl.constexpr,
+    PIECES_UP: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j."""
     token = tl.program_id(1).to(tl.int64)
     h, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_UP)
-    group, slot = tl.arange(0, GROUPS_UP), tl.arange(0, SLOTS_UP)
+    group, piece = tl.arange(0, GROUPS_UP), tl.arange(0, PIECES_UP)
     inside = h < hidden
     if RANK > 0:
         u = tl.load(
@@ -117,7 +134,9 @@ def finish_kernel(
     total = tl.sum(parts, axis=0)
     if RANK > 0:
         parts = tl.load(
-            recovery + (token * slots + slot)[:, None] * RANK_UP + r[None, :], mask=(slot < slots)[:, None], other=0.0
+            recovery + (token * pieces + piece)[:, None] * RANK_UP + r[None, :],
+            mask=(piece < pieces)[:, None],
+            other=0.0,
         )
         left = tl.sum(parts, axis=0)
         total += tl.sum(u.to(tl.float32) * left[None, :], axis=1)

@@ -31,8 +31,8 @@ class Tiles:
     """The sketch of one layer in tiles.
 
     codes:  (E, nb * 128, T, 2, 4) int32 - level index of channel c of the tile at bits 2 (c mod 16) of word c / 16
-    scales: (E, T, nb, 2, 64) float16
-    errors: (E, T, nb, 2, 64) bfloat16
+    scales: (E, nb, T, 2, 64) float16
+    errors: (E, nb, T, 2, 64) bfloat16
     """
 
     codes: Tensor
@@ -74,10 +74,10 @@ def _indices(words: Tensor, channels: int) -> Tensor:
 
 
 def _values_in_tiles(values: Tensor) -> Tensor:
-    """(E, 2, nb, I) -> (E, T, nb, 2, 64), zeros behind the last channel."""
+    """(E, 2, nb, I) -> (E, nb, T, 2, 64), zeros behind the last channel."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % TILE))
-    return padded.reshape(*padded.shape[:3], -1, TILE).permute(0, 3, 2, 1, 4).contiguous()
+    return padded.reshape(*padded.shape[:3], -1, TILE).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _values_as_stored(tiles: Tensor, channels: int) -> Tensor:
-    return tiles.permute(0, 3, 2, 1, 4).flatten(-2)[..., :channels].contiguous()
+    return tiles.permute(0, 3, 1, 2, 4).flatten(-2)[..., :channels].contiguous()

@@ -25,13 +25,15 @@ def _hadamard(ORDER: tl.constexpr):
 def rotate_kernel(
     x,  # (N, H) any float
     signs,  # (H,) int8
-    offsets,  # (N, nb, 8, 4, 4) int32, written: coordinate * stride of the (16 g + 4 s + i)-th picked at (g, i, s)
-    values,  # the same shape, int32, written: its x', twice the same FP16
-    blocks,  # (N, nb, 4) float32, written: 2^24 / 2^e, sum of the picked Rx, energy picked, energy not picked
-    histogram,  # (N, HISTOGRAM) int32, cleared for the screen
+    offsets,  # (N, nb, 128) int32, written: coordinate * stride of those picked, by rising |Rx|
+    values,  # (N, nb, 128) int32, written: x' of each, twice the same FP16; 0 behind the last
+    blocks,  # (N, 3, nb) float32, written: 2^8 / 2^e, sum of the picked x', energy of the error of a unit of noise
+    histogram,  # (N, HISTOGRAM) int32, cleared for the scores
     hidden,
     stride,
     COORDINATES: tl.constexpr,
+    NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
+    NOISE_UNREAD: tl.constexpr,
     HISTOGRAM: tl.constexpr,
     CLEARED: tl.constexpr,  # by each program
     DEPENDENT: tl.constexpr,
@@ -69,14 +71,14 @@ def rotate_kernel(
     up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
     down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     rounded = (rx * up).to(tl.float16).to(tl.float32)
-    # The smallest first: the screen sums in FP16, where what is added to a large sum loses digits. It reads 4 a step:
-    # one load of 16 bytes brings a lane 4 steps, and those of a warp are a run.
-    listed = COORDINATES - 1 - place
-    to = row * 128 + (listed // 16) * 16 + (listed % 4) * 4 + listed // 4 % 4
-    tl.store(offsets + to, i * stride, mask=picked)
-    tl.store(values + to, pack_halves(rounded, rounded), mask=picked)
-    energy = rx * rx
-    tl.store(blocks + row * 4, down * 16777216.0)
-    tl.store(blocks + row * 4 + 1, tl.sum(tl.where(picked, rounded, 0.0), axis=0) * down)
-    tl.store(blocks + row * 4 + 2, tl.sum(tl.where(picked, energy, 0.0), axis=0))
-    tl.store(blocks + row * 4 + 3, tl.sum(tl.where(picked, 0.0, energy), axis=0))
+    # The smallest first: the screen sums in FP16, where what is added to a large sum loses digits. Behind the last
+    # stands the largest again, times 0, so that the screen may read past the end: no mask, and no byte more.
+    largest = tl.sum(tl.where(place == 0, i, 0), axis=0)
+    to = row * 128 + tl.where(picked, COORDINATES - 1 - place, place)
+    tl.store(offsets + to, tl.where(picked, i, largest) * stride)
+    listed = tl.where(picked, rounded, 0.0)
+    tl.store(values + to, pack_halves(listed, listed))
+    to = blocks + token * 3 * nb + block
+    tl.store(to, down * 256.0)
+    tl.store(to + nb, tl.sum(listed, axis=0))
+    tl.store(to + 2 * nb, tl.sum(rx * rx * tl.where(picked, NOISE_READ, NOISE_UNREAD), axis=0))

@@ -1,0 +1,98 @@
+"""Estimate and score the candidates of 64 channels: one program a (tile of 64 channels, slot, token)."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from mreader.kernels.activation_kernel import activate
+from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
+from mreader.kernels.screen_kernel import load_sums, token_unit
+from mreader.kernels.select_kernel import count_key, place_of_key, score_key
+
+
+@triton.jit
+def score_kernel(
+    sums,  # (N, K, nb, PARTS, strips, 2, 32, 8) float16, from screen_kernel
+    scales,  # (E, nb, T, 2, 64) float16
+    errors,  # (E, nb, T, 2, 64) bfloat16, read where SCORE is "rho"
+    blocks,  # (N, 3, nb) float32, from rotate_kernel
+    ids,  # (N, K) int
+    weights,  # (N, K) any float
+    down_norms,  # (E, I) float16
+    coeffs,  # (E, I, stored rank) float16
+    keys,  # (N, KEYS) int32, written: score_key of every candidate, 0 where no expert serves the slot
+    skipped,  # (N, K, I) float32, written: w_e p_j
+    histogram,  # (N, COARSE + FINE) int32, counted up: see count_key
+    experts,
+    channels,
+    strips,
+    stored_rank,
+    nb: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCORE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COARSE_SHIFT: tl.constexpr,
+    FINE_SHIFT: tl.constexpr,
+    COARSE: tl.constexpr,  # bins
+    FINE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """ghat_j = sum_b s_b(g_j) * sum over picked c of (code - ZERO) * (Rx)_c, vhat_j likewise; score and key of both."""
+    tile, slot, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles, slots = tl.num_programs(0), tl.num_programs(1)
+    here = token * slots + slot
+    expert = tl.load(ids + here).to(tl.int64)
+    served = (expert >= 0) & (expert < experts)
+    expert = tl.where(served, expert, 0)
+    weight = tl.where(served, tl.load(weights + here).to(tl.float32), 0.0)
+    j = tile * 64 + tl.arange(0, 64)
+    inside = j < channels
+    norm = tl.load(down_norms + expert * channels + j, mask=inside, other=0.0).to(tl.float32)
+    block = tl.arange(0, triton.next_power_of_2(nb))
+    exists = (block < nb)[:, None]
+    # Said to be contiguous in pairs only, so that a lane gets 2 channels of every block and all sums stay within it.
+    of_tile = (((expert * nb + block) * tiles + tile) * 128)[:, None] + tl.arange(0, 64)[None, :]
+    of_tile = tl.max_contiguous(tl.multiple_of(of_tile, [1, 2]), [1, 2])
+    gate_scale = tl.load(scales + of_tile, mask=exists, other=0.0).to(tl.float32)
+    up_scale = tl.load(scales + of_tile + 64, mask=exists, other=0.0).to(tl.float32)
+    gate_noise, up_noise = gate_scale * gate_scale, up_scale * up_scale
+    if SCORE == "rho":
+        gate_noise = tl.load(errors + of_tile, mask=exists, other=0.0).to(tl.float32)
+        up_noise = tl.load(errors + of_tile + 64, mask=exists, other=0.0).to(tl.float32)
+    recovered = tl.zeros((64,), tl.float32)
+    if SCORE != "norm" and RANK > 0:
+        r = tl.arange(0, triton.next_power_of_2(RANK))
+        b = tl.load(
+            coeffs + (expert * channels + j)[:, None] * stored_rank + r[None, :],
+            mask=inside[:, None] & (r < RANK)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        recovered = tl.sum(b * b, axis=1)
+    wait_for_earlier(DEPENDENT)
+    let_next_start(DEPENDENT)
+    of_block = here.to(tl.int64) * nb + block
+    gate_sums = load_sums(sums, of_block, tile, strips, 0, PARTS, exists)
+    up_sums = load_sums(sums, of_block, tile, strips, 1, PARTS, exists)
+    blocks += token * 3 * nb
+    unit = token_unit(blocks, nb)
+    gate = tl.sum(gate_scale * gate_sums, axis=0) * unit
+    up = tl.sum(up_scale * up_sums, axis=0) * unit
+    phi, slope = activate(gate, ACTIVATION)
+    p = phi * up
+    if SCORE == "norm":
+        score = tl.abs(weight * p) * norm
+    else:
+        energy = tl.load(blocks + 2 * nb + block, mask=block < nb, other=0.0)[:, None]
+        gate_error, up_error = tl.sum(gate_noise * energy, axis=0), tl.sum(up_noise * energy, axis=0)
+        down = norm * norm
+        variance = slope * slope * (up * up * gate_error + gate_error * up_error) + phi * phi * up_error
+        score = weight * weight * (p * p * (down - recovered) + variance * down)
+    key = tl.where(served, score_key(score), 0)
+    tl.store(keys + token.to(tl.int64) * KEYS + place_of_key(slot * channels + j, COLUMNS), key, mask=inside)
+    tl.store(skipped + here * channels + j, weight * p, mask=inside)
+    histogram += token.to(tl.int64) * (COARSE + FINE)
+    count_key(histogram, key, inside, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE)
