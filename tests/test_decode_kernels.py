@@ -123,6 +123,7 @@ CASES = [
     ),
     # One coordinate a block, no recovery, fewer channels than a tile.
     Case("one-coordinate", ((0, 1, 6),), (6, 130, 10), ReadSettings(7, 1, "norm", 0), TERNARY, torch.float32, EIGHT),
+    # Parts that begin behind the last coordinate picked.
     Case(
         "norm-quaternary",
         ((2,),),
@@ -130,7 +131,7 @@ CASES = [
         ReadSettings(9, 37, "norm", 8),
         QUATERNARY,
         torch.bfloat16,
-        FOUR,
+        replace(FOUR, screen_parts=8, screen_loads=4),
         "relu",
     ),
 ]
@@ -551,9 +552,9 @@ def keys_without_middle_slot() -> Tensor:
 
 
 def keys_of_two_windows() -> Tensor:
-    """Keys that share their fine bins with others of 32 octaves below."""
-    keys = random_keys(1 << 29, (1 << 29) + (1 << 15))
-    return torch.where(random_keys(0, 2) > 0, keys, keys - (32 << 23))
+    """Keys of four fine bins, which one in ten of 32 octaves below shares: fine counts are too large in every bin."""
+    keys = random_keys(1 << 29, (1 << 29) + (1 << 16))
+    return torch.where(random_keys(0, 10) > 0, keys, keys - (32 << 23))
 
 
 KEYS = {
@@ -566,6 +567,7 @@ KEYS = {
     "zero-scores": random_keys(1, 3),  # a key of 1 is a score of 0
     "infinite-scores": random_keys(0x7F800000, 0x7F800002),
     "no-expert": keys_without_middle_slot(),
+    "no-expert-at-all": torch.zeros(2, SLOTS, CHANNELS, dtype=torch.int32),
 }
 
 

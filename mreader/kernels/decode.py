@@ -89,7 +89,7 @@ class Blocks:
     screen_warps: int = 4
     screen_loads: int = 20
     score_warps: int = 2
-    select_warps: int = 16
+    select_warps: int = 8
     recovery_rows: int = 1024
     exact_channels: int = 4
     exact_steps: int = 1
