@@ -89,7 +89,8 @@ class CapturedStep:
     batch:      N, of sequences that are equally long
     max_length: tokens of a sequence, prompt included
     mode:       "decode" reads sparsely, where that is faster at this batch; "never" is dense
-    compiled:   whether the layers are compiled: some ten seconds the first time, less with torch's cache on disk
+    compiled:   whether the layers are compiled: some ten seconds the first time, less with torch's cache on disk. The
+                step then holds a copy of the attention's q, k and v weights, as they are when it is made
     note:       told why they are not compiled all the same
 
     Raises UnsupportedError where `why_not_static` gives a reason.
@@ -119,21 +120,28 @@ class CapturedStep:
     @torch.inference_mode()
     def prefill(self, ids: Tensor) -> Tensor:
         """Logits (N, V) after the prompts `ids` (N, T), which no padding makes equally long."""
-        self._take(ids.shape[1], of=0)
+        self._take(ids, of=0)
         return self._prompt(ids)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (N, V) after one more token each, (N, 1). On a GPU the next step writes into the same memory."""
-        self._take(1, of=self._length)
+        if self._length == 0:
+            raise UsageError("a step without a prompt before it", "call prefill first")
+        if tokens.shape[1:] != (1,):
+            raise UsageError(f"tokens of shape {tuple(tokens.shape)} for a step", "give (N, 1)")
+        self._take(tokens, of=self._length)
         self.tokens.copy_(tokens)
         return self._replay()
 
-    def _take(self, tokens: int, of: int) -> None:
+    def _take(self, ids: Tensor, of: int) -> None:
         """Count tokens on the host: a device that writes behind its cache stops the process."""
-        self._length = of + tokens
-        if self._length > self.max_length:
-            raise UsageError(f"{self._length} tokens do not fit a step made for {self.max_length}", "raise max_length")
+        batch, length = len(self.tokens), of + ids.shape[1]
+        if len(ids) != batch:
+            raise UsageError(f"{len(ids)} sequences for a step made for {batch}", "make one for each batch size")
+        if length > self.max_length:
+            raise UsageError(f"{length} tokens do not fit a step made for {self.max_length}", "raise max_length")
+        self._length = length
 
     def _prompt(self, ids: Tensor) -> Tensor:
         self.cache.reset()

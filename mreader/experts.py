@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Of a call that sends every token through the reader: what the kernels keep of a token is some hundred KB.
+# Of a call that sends every token through the reader: what the kernels keep of a token is one to three MB.
 _TOKENS_AT_ONCE = 128
 
 
@@ -139,7 +139,7 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if ids.shape[1] * _stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
         return read(x, ids, weights, _layer_of(module, x.device), settings)
     layer = _repacked(module, x.device)
-    parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
+    parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, max(len(x), 1), _TOKENS_AT_ONCE)]
     outputs = [decode(x[part], ids[part], weights[part], layer, settings) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -160,12 +160,12 @@ def load(
 
     if Path(path).exists() or not is_repo_id(str(path)):
         open_augmented(Path(path))
-    model = _auto_class(path, kwargs).from_pretrained(path, dtype=dtype, **kwargs)
+    model = auto_class(path, **kwargs).from_pretrained(path, dtype=dtype, **kwargs)
     loaded: PreTrainedModel = model.to(pick_device(device)).eval()
     return loaded
 
 
-def _auto_class(path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+def auto_class(path: str | Path, **kwargs: Any) -> Any:
     """The first of transformers' auto classes that has the checkpoint's model: of a multimodal one some are in all."""
     hub = {key: kwargs[key] for key in _WHERE_AND_AS_WHOM if key in kwargs}
     config = type(AutoConfig.from_pretrained(path, **hub))

@@ -32,6 +32,7 @@ from mreader.kernels.layout import GPU
 from mreader.kernels.tuning import LayerShape, known_tuning, read_measured
 from mreader.progress import Progress
 from mreader.reader import ExpertLayer, ReadSettings, read
+from mreader.runtime import experts_modules
 
 TINY = LayerShape(EXPERTS, ROUTED, HIDDEN, CHANNELS)
 OPTIONS = FormatOptions(rank=8, channels=0.25)
@@ -556,7 +557,7 @@ def test_tuning_tries_everything_and_writes_an_entry(
 def random_tiny_model(name: str, channels: float) -> Any:
     """What `random_model` does, from a tiny model on the CPU."""
     whole = tiny_model(name, dtype=torch.float32)
-    for ordinal, module in enumerate(model.experts_modules(whole)):
+    for ordinal, (_, module) in enumerate(experts_modules(whole)):
         augment_experts(module, "silu", OPTIONS, ordinal)
     model.attach_random(whole, replace(OPTIONS, channels=channels))
     return whole

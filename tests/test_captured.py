@@ -154,6 +154,22 @@ def test_a_prefill_starts_all_over(olmoe: PreTrainedModel) -> None:
         torch.testing.assert_close(step.step(token), fresh.step(token), rtol=0, atol=0)
 
 
+def test_a_step_of_another_form_is_refused(olmoe: PreTrainedModel) -> None:
+    step = CapturedStep(olmoe, 2, 10)
+    with pytest.raises(UsageError, match="without a prompt"):
+        step.step(TOKENS[:, :1])
+    logits = step.prefill(TOKENS[:, :4])
+    with pytest.raises(UsageError, match="1 sequences for a step made for 2"):
+        step.step(TOKENS[:1, :1])
+    with pytest.raises(UsageError, match=r"tokens of shape \(2, 2\)"):
+        step.step(TOKENS[:, :2])
+    with pytest.raises(UsageError, match="3 sequences"):
+        step.prefill(TOKENS[:1].expand(3, -1))
+    with pytest.raises(UsageError, match="do not fit"):
+        step.prefill(TOKENS[:, :1].expand(-1, 11))
+    assert step.step(TOKENS[:, 4:5]).shape == logits.shape, "what was refused has changed nothing"
+
+
 def test_what_does_not_fit_is_refused(olmoe: PreTrainedModel) -> None:
     step = CapturedStep(olmoe, 2, 10)
     with pytest.raises(UsageError, match="11 tokens do not fit a step made for 10"):

@@ -36,6 +36,8 @@ KINDS = {
     "lfm2_moe": 2,
 }
 STEPS = 31
+# Compiling takes up to twenty seconds each: those not named here are among the slow tests.
+FAST = ("mixtral", "granitemoe", "lfm2_moe")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def assert_the_same(model: PreTrainedModel, batch: int) -> None:
     assert torch.equal(tokens, expected_tokens)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS])
 def test_tokens_are_those_of_the_layers_as_they_are(
     name: str, load: Callable[[str], PreTrainedModel], traced: None
 ) -> None:

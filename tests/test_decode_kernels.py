@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mreader.activations import _FUNCTIONS, get_activation
-from mreader.errors import UnsupportedError
+from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, pack, unpack, values
 from mreader.kernels import decode as module
 from mreader.kernels.activation_kernel import activate, activation_kind
@@ -501,13 +501,16 @@ def test_slots_without_expert_have_no_score_and_no_estimate(run: Run) -> None:
 
 
 def histogram_of(keys: Tensor) -> Tensor:
-    """(N, M) -> (N, COARSE + FINE): keys by upper bits; coarse bins first, then fine ones, shared by other octaves."""
+    """(N, M) -> (N, COARSE + FINE): keys by upper bits; coarse bins first, then fine ones, shared by other octaves.
+
+    A score of 0 (key 1) and no expert (key 0) have no fine bin.
+    """
     sizes = module._HISTOGRAM
-    return torch.cat([count_bins(keys >> sizes[f"{name}_SHIFT"], sizes[name]) for name in ("COARSE", "FINE")], 1)
-
-
-def count_bins(numbers: Tensor, bins: int) -> Tensor:
-    return torch.stack([torch.bincount(row % bins, minlength=bins) for row in numbers]).int()
+    coarse = [torch.bincount(row >> sizes["COARSE_SHIFT"], minlength=sizes["COARSE"]) for row in keys]
+    fine = [
+        torch.bincount((row[row > 1] >> sizes["FINE_SHIFT"]) % sizes["FINE"], minlength=sizes["FINE"]) for row in keys
+    ]
+    return torch.cat([torch.stack(coarse), torch.stack(fine)], 1).int()
 
 
 def test_the_histogram_counts_every_candidate(run: Run) -> None:
@@ -706,6 +709,40 @@ def test_ids_out_of_range_contribute_nothing(nobody: int) -> None:
     assert torch.equal(y[1], torch.zeros_like(y[1]))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("what", [math.nan, 1e25])
+def test_a_token_without_any_expert_gives_zeros_whatever_it_holds(what: float) -> None:
+    """Rows of padding under expert parallelism: everything skipped, and recovered from no estimate."""
+    case = small_case(((-1, 7), (4, 0)), 0)
+    x, ids, weights = make_inputs(case)
+    x[0] = what
+    y = decode(x, ids, weights, repack(make_layer(case)), case.settings, case.blocks)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
+
+
+def test_more_groups_than_are_added_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small_case(((4, 0), (1, 2)), 20)
+    case = replace(case, blocks=replace(case.blocks, exact_channels=2))
+    expected, _ = decode_case(case)
+    monkeypatch.setattr(module, "_MOST_GROUPS", 4)
+    y, _ = decode_case(case)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the same numbers, added in another order
+
+
+@pytest.mark.parametrize("wrong", [{"screen_parts": 3}, {"screen_loads": 6}, {"screen_loads": 0}])
+def test_parameters_that_would_read_past_a_list_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=r"screen (parts|loads) = \d"):
+        Blocks(**wrong)
+
+
+def test_more_programs_than_a_grid_has_are_refused() -> None:
+    case = small_case(((4, 0),), 7)
+    x, ids, weights = make_inputs(case)
+    many = 40_000
+    with pytest.raises(UnsupportedError, match="fewer at a time"):
+        decode(x.expand(many, -1), ids.expand(many, -1), weights.expand(many, -1), select_layer(), case.settings, FOUR)
+
+
 def test_a_token_of_zeros_gives_zeros() -> None:
     case = small_case(((4, 0),), 7)
     _, ids, weights = make_inputs(case)
@@ -724,10 +761,12 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone() -> None:
     assert torch.equal(y[1], clean[1])
 
 
-def test_no_tokens_give_no_rows() -> None:
+def test_no_tokens_give_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where launch parameters are known for other batches."""
+    monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA H200")
     case = small_case(((4, 0),), 7)
     x, ids, weights = make_inputs(case)
-    y = decode(x[:0], ids[:0], weights[:0], repack(make_layer(case)), case.settings, case.blocks)
+    y = decode(x[:0], ids[:0], weights[:0], repack(make_layer(case)), case.settings)
     assert y.shape == (0, 130)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mreader.bench.layers import augment_layer
 from mreader.bench.shapes import ModelShape
@@ -93,7 +93,9 @@ def bench_model(
     progress.begin("batches", len(batches), "batches")
     rows = []
     for batch in batches:
-        dense, sparse = (_time_mode(model, batch, mode, note) for mode in _MODES)
+        vocabulary = model.config.get_text_config().vocab_size
+        prompts = torch.randint(3, vocabulary, (batch, _PROMPT), generator=torch.Generator().manual_seed(batch))
+        dense, sparse = (_time_mode(model, prompts.to(model.device), mode, note) for mode in _MODES)
         rows.append(ModelRow(batch, dense, sparse))
         progress.advance(1)
     return ModelBench(device_name(device), name, runtime.layers, runtime.settings, runtime.reads.total, rows)
@@ -107,23 +109,20 @@ def random_model(shape: ModelShape, options: FormatOptions, progress: Progress) 
     device = require_cuda()
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from mreader.runtime import experts_modules
+
     _require_memory(shape, torch.cuda.mem_get_info(device)[0])
     torch.manual_seed(0)
     config = AutoConfig.for_model(shape.model_type, **shape.config)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    experts = experts_modules(model)
+    experts = [module for _, module in experts_modules(model)]
     progress.begin("sketching", len(experts), "layers")
     for ordinal, module in enumerate(experts):
         augment_experts(module, shape.activation, options, ordinal)
         progress.advance(1)
     attach_random(model, options)
     return model.eval()
-
-
-def experts_modules(model: nn.Module) -> list[Any]:
-    """The modules of routed experts, in the order of their layers."""
-    return [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")]
 
 
 def augment_experts(module: Any, activation: str, options: FormatOptions, ordinal: int) -> None:
@@ -168,11 +167,10 @@ def _require_memory(shape: ModelShape, free: int) -> None:
         )
 
 
-def _time_mode(model: "PreTrainedModel", batch: int, mode: "Mode", note: Callable[[str], None]) -> float:
-    """Milliseconds of a captured step after a short prompt."""
+def _time_mode(model: "PreTrainedModel", prompts: Tensor, mode: "Mode", note: Callable[[str], None]) -> float:
+    """Milliseconds of a captured step after short prompts (N, T)."""
     from mreader.captured import CapturedStep
 
-    step = CapturedStep(model, batch, _MAX_LENGTH, mode, compiled=True, note=note)
-    ids = torch.randint(3, model.config.get_text_config().vocab_size, (batch, _PROMPT), device=model.device)
-    tokens = step.prefill(ids).argmax(-1, keepdim=True)
+    step = CapturedStep(model, len(prompts), _MAX_LENGTH, mode, compiled=True, note=note)
+    tokens = step.prefill(prompts).argmax(-1, keepdim=True)
     return time_steps(lambda: step.step(tokens))

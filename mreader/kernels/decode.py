@@ -18,7 +18,7 @@ from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
-from mreader.kernels.intrinsics import has_dependent_launch
+from mreader.kernels.intrinsics import has_dependent_launch, launch_options
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
@@ -29,6 +29,10 @@ from mreader.reader import ExpertLayer, ReadSettings
 
 # Bins of the scores, by the upper bits of their 31: an eighth of an octave, and a 512th in a window of 32 octaves.
 _HISTOGRAM = {"COARSE_SHIFT": 20, "FINE_SHIFT": 14, "COARSE": 1 << 11, "FINE": 1 << 14}
+
+# Groups of kept channels that a program of `finish` adds at a time: more would not fit its registers.
+_MOST_GROUPS = 256
+_MOST_PROGRAMS = 65_535  # in the second and third direction of a grid
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,12 @@ class Blocks:
     finish_columns: int = 16
     finish_warps: int = 4
 
+    def __post_init__(self) -> None:
+        if self.screen_parts not in (1, 2, 4, 8):
+            raise UsageError(f"screen parts = {self.screen_parts}", "choose 1, 2, 4 or 8 in the tuning file")
+        if self.screen_loads < 4 or self.screen_loads % 4:
+            raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 4 in the tuning file")
+
 
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
     """What is known to suit the GPU, the layer and the batch."""
@@ -123,6 +133,8 @@ def decode(
     Estimates are summed in FP16 over 20 coordinates at most, and in float32 beyond. The same input gives the same bits;
     a token's result depends on its neighbours only where `blocks` does.
     """
+    if len(x) == 0:
+        return torch.empty_like(x)
     E, I, H = layer.down.shape
     blocks = blocks or tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
     return Stages(x, ids, weights, layer, settings, blocks).run()
@@ -141,6 +153,8 @@ class Stages:
         self.candidates = self.slots * self.channels
         if self.candidates > MOST_CANDIDATES:
             raise UnsupportedError(f"{self.candidates} channels of a token's experts: the kernels count to 65,535")
+        if self.tokens * self.slots > _MOST_PROGRAMS:
+            raise UnsupportedError(f"{self.tokens} tokens of {self.slots} experts: send fewer at a time")
         if settings.rank > layer.basis.shape[1]:
             raise UsageError(f"rank {settings.rank} asked for, but rank {layer.basis.shape[1]} is stored")
         self.k = min(settings.k, self.candidates)
@@ -279,11 +293,11 @@ class Stages:
             *(self.hidden, self.groups, pieces, self.stored_rank),
             RANK=self.rank,
             RANK_UP=self.rank_up,
-            GROUPS_UP=triton.next_power_of_2(self.groups),
+            GROUPS=min(triton.next_power_of_2(self.groups), _MOST_GROUPS),
             PIECES_UP=triton.next_power_of_2(pieces),
             COLUMNS=self.blocks.finish_columns,
         )
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], warps: int, *arguments: Any, **constants: Any) -> None:
         launch: Callable[..., Any] = kernel[grid]
-        launch(*arguments, **constants, DEPENDENT=self.dependent, launch_pdl=self.dependent, num_warps=warps)
+        launch(*arguments, **constants, **launch_options(self.dependent), num_warps=warps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mreader.activations import Activation
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.dense_kernel import combine_kernel, down_kernel, gate_up_kernel, plan_kernel
-from mreader.kernels.intrinsics import has_dependent_launch
+from mreader.kernels.intrinsics import has_dependent_launch, launch_options
 from mreader.kernels.screen import tokens_by_expert
 from mreader.kernels.tuning import LayerShape, configuration, device_name
 
@@ -110,6 +110,8 @@ def dense(
 
     Raises UnsupportedError for an activation that has no GPU kernel.
     """
+    if x.numel() == 0:
+        return torch.empty_like(x)
     if len(x) > _MOST_TOKENS:
         pieces = [slice(start, start + _MOST_TOKENS) for start in range(0, len(x), _MOST_TOKENS)]
         return torch.cat([dense(x[p], ids[p], weights[p], gate_up, down, activation, blocks) for p in pieces])
@@ -121,8 +123,6 @@ def dense(
     a, y = x.new_empty(P, I), torch.empty_like(x)
     # Few rows cost nothing in float32; many are traffic, and are rounded as stock implementations round them.
     rows = torch.empty((P, splits, H), dtype=torch.float32 if few else x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
 
     launch = _Launcher(x.device)
     plan = Plan(None, None, P) if few else _plan(launch, ids, E, blocks.m)
@@ -180,7 +180,7 @@ class _Launcher:
 
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         start: Callable[..., Any] = kernel[(programs,)]
-        start(*arguments, **constants, DEPENDENT=self.dependent, launch_pdl=self.dependent)
+        start(*arguments, **constants, **launch_options(self.dependent))
 
 
 def _plan(launch: _Launcher, ids: Tensor, experts: int, m: int) -> Plan:

@@ -110,7 +110,7 @@ def finish_kernel(
     stored_rank,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
-    GROUPS_UP: tl.constexpr,
+    GROUPS: tl.constexpr,  # at a time
     PIECES_UP: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -118,7 +118,7 @@ def finish_kernel(
     """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j."""
     token = tl.program_id(1).to(tl.int64)
     h, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_UP)
-    group, piece = tl.arange(0, GROUPS_UP), tl.arange(0, PIECES_UP)
+    piece = tl.arange(0, PIECES_UP)
     inside = h < hidden
     if RANK > 0:
         u = tl.load(
@@ -126,12 +126,15 @@ def finish_kernel(
         )
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
-    parts = tl.load(
-        outputs + (token * groups + group)[:, None] * hidden + h[None, :],
-        mask=(group < groups)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    total = tl.sum(parts, axis=0)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, groups, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        parts = tl.load(
+            outputs + (token * groups + group)[:, None] * hidden + h[None, :],
+            mask=(group < groups)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += tl.sum(parts, axis=0)
     if RANK > 0:
         parts = tl.load(
             recovery + (token * pieces + piece)[:, None] * RANK_UP + r[None, :],

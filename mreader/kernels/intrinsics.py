@@ -107,6 +107,11 @@ def let_next_start(DEPENDENT: tl.constexpr):
         gdc_launch_dependents()
 
 
+def launch_options(dependent: bool) -> dict[str, bool]:
+    """What a launch is given so that the kernel may start before its predecessor ends; ROCm knows no such option."""
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor ends: NVIDIA GPUs from Hopper on."""

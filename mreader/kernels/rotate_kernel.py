@@ -38,7 +38,7 @@ def rotate_kernel(
     CLEARED: tl.constexpr,  # by each program
     DEPENDENT: tl.constexpr,
 ):
-    """x' = Rx 2^e, e such that the largest of the block lies in [2^14, 2^15).
+    """x' = Rx 2^e, e such that the largest of the block lies in [2^14, 2^15], where it is between 2^-86 and 2^115.
 
     Hadamard_128 = Hadamard_8 (x) Hadamard_16, coordinate i = 16 a + b: 3072 products instead of 16384.
     A coordinate's place is the number of larger ones, equals counted from the left: ties go to the lower coordinate.

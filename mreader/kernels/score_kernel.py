@@ -93,6 +93,7 @@ def score_kernel(
         score = weight * weight * (p * p * (down - recovered) + variance * down)
     key = tl.where(served, score_key(score), 0)
     tl.store(keys + token.to(tl.int64) * KEYS + place_of_key(slot * channels + j, COLUMNS), key, mask=inside)
-    tl.store(skipped + here * channels + j, weight * p, mask=inside)
+    # Not 0 * p, which is no number where p is none.
+    tl.store(skipped + here * channels + j, tl.where(served, weight * p, 0.0), mask=inside)
     histogram += token.to(tl.int64) * (COARSE + FINE)
     count_key(histogram, key, inside, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE)

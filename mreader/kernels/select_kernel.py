@@ -28,9 +28,12 @@ def score_key(score):
 def count_key(
     histogram, key, mask, COARSE_SHIFT: tl.constexpr, FINE_SHIFT: tl.constexpr, COARSE: tl.constexpr, FINE: tl.constexpr
 ):
-    """Count a candidate in its coarse bin, and in the fine bin that it shares with keys of other upper bits."""
+    """Count a candidate in its coarse bin, and in the fine bin that it shares with keys of other upper bits.
+
+    Not in a fine one where its score is 0: these are many, and would share their bin with some of all others.
+    """
     tl.atomic_add(histogram + (key >> COARSE_SHIFT), 1, mask=mask, sem="relaxed")
-    tl.atomic_add(histogram + COARSE + (key >> FINE_SHIFT) % FINE, 1, mask=mask, sem="relaxed")
+    tl.atomic_add(histogram + COARSE + (key >> FINE_SHIFT) % FINE, 1, mask=mask & (key > 1), sem="relaxed")
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mreader.activations import get_activation
 from mreader.augment import LayerAugmenter, experts_side_by_side
@@ -25,7 +25,7 @@ from mreader.formats.checkpoint import open_checkpoint
 from mreader.formats.safetensors_file import TORCH_DTYPES
 from mreader.progress import Progress
 from mreader.reader import ExpertLayer
-from mreader.runtime import load, runtime_of
+from mreader.runtime import auto_class, experts_modules, load, runtime_of
 from mreader.selectors.layers import Batch, Layer
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -101,7 +101,7 @@ def open_subject(
         return _of_augmented(load(path, dtype=dtype, device=device))
     options = options or DEFAULT_OPTIONS
     architecture = find_architecture(open_checkpoint(path))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(pick_device(device)).eval()
+    model = auto_class(path).from_pretrained(path, dtype=dtype).to(pick_device(device)).eval()
     first = architecture.layers[0]
     shape = BlockShape(
         first.hidden,
@@ -112,7 +112,7 @@ def open_subject(
         TORCH_DTYPES[first.dtype].itemsize,
         layout_on(model.device),
     )
-    modules = _routed_experts(model)
+    modules = [module for _, module in experts_modules(model)]
     if len(modules) != len(architecture.layers):
         raise SourceError(
             f"{type(model).__name__} has {len(modules)} layers of routed experts, the weights "
@@ -127,17 +127,8 @@ def open_subject(
     return Subject(model, modules, layers)
 
 
-def _routed_experts(model: Any) -> list[Any]:
-    """The modules behind transformers' experts interface, with gate and up fused."""
-    return [
-        module
-        for module in model.modules()
-        if getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
-    ]
-
-
 def _of_augmented(model: PreTrainedModel) -> Subject:
-    runtime, modules = runtime_of(model), _routed_experts(model)
+    runtime, modules = runtime_of(model), [module for _, module in experts_modules(model)]
     layers = [
         Layer(
             _expert_layer(module, module.sketch.on(model.device), module.mreader_activation.name, runtime.stored.code),
