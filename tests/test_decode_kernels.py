@@ -73,7 +73,7 @@ class Case:
         return min(self.settings.k, len(self.ids[0]) * self.shape[2])
 
 
-FOUR = Blocks(screen_parts=1, screen_warps=4, exact_channels=8, finish_columns=64)
+FOUR = Blocks(screen_parts=1, screen_warps=4, select_chunk=32, exact_channels=8, finish_columns=64)
 EIGHT = Blocks(screen_parts=2, screen_warps=8, screen_loads=40, exact_channels=8, finish_columns=64)
 
 CASES = [
@@ -99,16 +99,16 @@ CASES = [
         "gelu_pytorch_tanh",
         (torch.int32, torch.bfloat16),
     ),
-    # A rank that is no power of two, below the stored one; a program of two steps, the last step partly empty; recovery
-    # in pieces, the last one partly empty; parts of 12 coordinates, the last of one.
+    # A rank that is no power of two, below the stored one; programs of three steps, the last one partly empty; recovery
+    # in pieces, likewise; parts of 12 coordinates, the last of one.
     Case(
-        "two-steps",
+        "steps",
         ((2, 0),),
         (3, 192, 70),
         ReadSettings(33, 37, "rho", 5),
         TERNARY,
         torch.float16,
-        replace(FOUR, exact_channels=2, exact_steps=2, screen_parts=4, screen_loads=8, recovery_rows=32),
+        replace(FOUR, exact_channels=2, exact_steps=3, screen_parts=4, screen_loads=8, recovery_rows=32),
         "gelu",
     ),
     # More blocks than a program has side by side, and no multiple of them; all coordinates, a few at a time.
@@ -270,7 +270,7 @@ def left_by_definition(p: Tensor, ids: Tensor, kept: Tensor, layer: ExpertLayer,
 class Run:
     """The stages of a case, run one after the other, and their inputs.
 
-    estimated: (N, K, I) float32 - w_e p_j as the screen left them
+    estimated: (N, K, I) float32 - w_e p_j as the score left them
     """
 
     case: Case
@@ -300,7 +300,7 @@ class Run:
     @property
     def keys(self) -> Tensor:
         """(N, K, I) int32."""
-        return keys_in_order(self.stages)
+        return self.stages.keys
 
     @property
     def score(self) -> Tensor:
@@ -310,35 +310,38 @@ class Run:
 
     @functools.cached_property
     def kept(self) -> Tensor:
-        """(N, K, I) bool: the rows of the list that name a slot's expert and carry its weight."""
-        rows, carried = unpack_rows(self.stages.rows)
-        kept = torch.zeros_like(self.estimated, dtype=torch.bool)
-        channels = self.case.shape[2]
-        for n, s, e in served(self.ids, self.case.shape[0]):
-            mine = (rows[n] // channels == e) & (carried[n] == self.weights[n, s].float())
-            kept[n, s, rows[n][mine] % channels] = True
-        return kept
+        """(N, K, I) bool."""
+        return kept_by_lists(self.stages)
 
     def _listed(self, places: Tensor) -> Tensor:
         """(N, nb, 128), by rising |Rx|, -> (N, nb, COORDINATES), falling."""
         return places[..., : self.case.settings.coordinates].flip(-1).contiguous()
 
 
-def places_of_keys(stages: Stages) -> Tensor:
-    """(K * I,) int64: where the keys of the candidates lie; candidates 8 q to 8 q + 7 are column q."""
-    candidate = torch.arange(stages.candidates, device=DEVICE)
-    column = candidate // 8
-    return (column // stages.columns * 8 + candidate % 8) * stages.columns + column % stages.columns
-
-
-def keys_in_order(stages: Stages) -> Tensor:
-    return stages.keys[:, places_of_keys(stages)].view(stages.skipped.shape)
-
-
-def unpack_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., k) int64 -> row (..., k) int64, -1 for none; weight (..., k) float32."""
-    halves = rows.view(torch.int32).unflatten(-1, (-1, 2))
-    return halves[..., 0].long(), halves[..., 1].contiguous().view(torch.float32)
+def kept_by_lists(stages: Stages) -> Tensor:
+    """(N, K, I) bool: what the chunks' lists name; each entry once, in order, with its row and weight, -1 behind."""
+    kept = torch.zeros(stages.tokens, stages.candidates, dtype=torch.bool, device=DEVICE)
+    served = ((stages.ids >= 0) & (stages.ids < stages.experts)).repeat_interleave(stages.channels, 1)
+    channel = torch.arange(stages.channels, device=DEVICE).repeat(stages.slots)
+    rows = stages.ids.repeat_interleave(stages.channels, 1) * stages.channels + channel
+    weights = stages.weights.float().repeat_interleave(stages.channels, 1)
+    for n in range(stages.tokens):
+        for chunk in range(stages.chunks):
+            number, start = int(stages.counts[n, chunk]), chunk * stages.chunk
+            halves = stages.rows[n, chunk].view(torch.int32).view(-1, 2)
+            assert (halves[number : number + stages.padding, 0] == -1).all()
+            named = {
+                (row, weight): place
+                for place, (row, weight) in enumerate(
+                    zip(rows[n, start:].tolist(), weights[n, start:].tolist(), strict=True)
+                )
+                if place < stages.chunk and served[n, start + place]
+            }
+            listed = zip(halves[:number, 0].tolist(), halves[:number, 1].view(torch.float32).tolist(), strict=True)
+            places = [named[entry] for entry in listed]
+            assert places == sorted(set(places))
+            kept[n, [start + place for place in places]] = True
+    return kept.view(stages.keys.shape)
 
 
 @functools.cache
@@ -349,7 +352,7 @@ def run_of(case: Case) -> Run:
     stages.rotate()
     stages.screen()
     stages.score()
-    estimated = stages.skipped.clone()
+    estimated = stages.estimates.clone()
     stages.select()
     stages.exact()
     stages.finish()
@@ -521,11 +524,13 @@ def test_the_histogram_counts_every_candidate(run: Run) -> None:
 
 
 def test_exactly_k_are_kept_the_largest_of_all_slots(run: Run) -> None:
-    keys = run.keys.flatten(1).double()
-    rows, _ = unpack_rows(run.stages.rows)
-    expected = top_k_mask(keys, run.case.k).view_as(run.kept)
-    assert torch.equal(run.kept & run.served.unsqueeze(-1), expected & run.served.unsqueeze(-1))
-    assert torch.equal(run.kept.sum((1, 2)) + (rows < 0).sum(1), torch.full_like(rows[:, 0], run.case.k))
+    """Unless no expert serves them: then there is nothing to read."""
+    expected = top_k_mask(run.keys.flatten(1).double(), run.case.k).view_as(run.kept)
+    assert torch.equal(run.kept, expected & run.served.unsqueeze(-1))
+
+
+def test_kept_channels_leave_nothing_to_recover(run: Run) -> None:
+    assert torch.equal(run.stages.estimates, run.estimated.masked_fill(run.kept, 0.0))
 
 
 def test_no_skipped_channel_has_a_score_above_a_kept_one(run: Run) -> None:
@@ -534,10 +539,6 @@ def test_no_skipped_channel_has_a_score_above_a_kept_one(run: Run) -> None:
     lowest = score.masked_fill(~run.kept, math.inf).amin((1, 2))
     highest = score.masked_fill(run.kept, -1.0).amax((1, 2))
     assert (lowest * 1.04 >= highest).all()
-
-
-def test_kept_channels_leave_nothing_to_recover(run: Run) -> None:
-    assert torch.equal(run.stages.skipped, run.estimated.masked_fill(run.kept, 0.0))
 
 
 SLOTS, CHANNELS = 3, 37
@@ -574,56 +575,44 @@ KEYS = {
 }
 
 
+def kept_by_keys(case: Case, keys: Tensor) -> Tensor:
+    """(N, K, I) bool: what is kept by keys (N, K, I) in place of those of the score."""
+    x, ids, weights = make_inputs(case)
+    ids = torch.where(keys.amax(-1).to(DEVICE) > 0, ids, -1)
+    stages = Stages(x, ids, weights, select_layer(case.shape[2]), case.settings, case.blocks)
+    stages.keys.copy_(keys)
+    stages.histogram.copy_(histogram_of(stages.keys.flatten(1)))
+    stages.estimates.fill_(1.0)
+    stages.select()
+    kept = kept_by_lists(stages)
+    assert torch.equal(stages.estimates == 0, kept)
+    return kept
+
+
 @pytest.mark.parametrize("k", [0, 1, 50, SLOTS * CHANNELS, 1000])
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 def test_selection_by_keys(keys: Tensor, k: int) -> None:
-    """The k largest, ties to the lower slot and channel; each with its expert's row and its slot's weight."""
-    case = replace(
-        THREE_TOKENS,
-        ids=((1, 0, 2), (2, 1, 0)),
-        shape=(3, 128, CHANNELS),
-        settings=ReadSettings(k, 1, "norm", 0),
-    )
-    x, ids, weights = make_inputs(case)
-    ids = torch.where(keys.amax(-1).to(DEVICE) > 0, ids, -1)
-    stages = Stages(x, ids, weights, select_layer(), case.settings, case.blocks)
-    stages.keys[:, places_of_keys(stages)] = keys.flatten(1).to(DEVICE)
-    stages.histogram.copy_(histogram_of(keys.flatten(1).to(DEVICE)))
-    stages.skipped.fill_(1.0)
-    stages.select()
-
-    expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys).to(DEVICE)
-    assert torch.equal(stages.skipped == 0, expected)
-    if k == 0:
-        return
-    rows, carried = unpack_rows(stages.rows)
-    for n in range(2):
-        slots, channels = expected[n].nonzero(as_tuple=True)
-        named = torch.where(ids[n][slots] >= 0, ids[n][slots] * CHANNELS + channels, -1)
-        found = sorted(zip(rows[n].tolist(), carried[n].tolist(), strict=True))
-        assert found == sorted(zip(named.tolist(), weights[n].float()[slots].tolist(), strict=True))
+    """The k largest, ties to the lower slot and channel; but never a key of 0."""
+    ids = ((1, 0, 2), (2, 1, 0))
+    case = replace(THREE_TOKENS, ids=ids, shape=(3, 128, CHANNELS), settings=ReadSettings(k, 1, "norm", 0))
+    expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys) & (keys > 0)
+    assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
 
 def test_selection_from_more_candidates_than_one_look_takes() -> None:
-    """8,400 of them, in two chunks; a number of equals on both sides of the border between the chunks."""
+    """8,400 of them, in two looks and 33 chunks; equals of the k-th largest on both sides of a border between them."""
     channels, k = 2800, 700
     case = replace(THREE_TOKENS, ids=((1, 0, 2),), shape=(3, 128, channels), settings=ReadSettings(k, 1, "norm", 0))
-    stages = Stages(*make_inputs(case), repack(make_layer(case)), case.settings, case.blocks)
-    keys = torch.randint(1, 1 << 30, (1, 3 * channels), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+    keys = torch.randint(1, 1 << 30, (1, 3 * channels), generator=torch.Generator().manual_seed(0)).int()
     keys[0, 8000:8300] = keys.sort(descending=True).values[0, k - 100]
-    stages.keys[:, places_of_keys(stages)] = keys
-    stages.histogram.copy_(histogram_of(keys))
-    stages.skipped.fill_(1.0)
-    stages.select()
-    expected = top_k_mask(keys.double(), k)
-    assert torch.equal(stages.skipped.flatten(1) == 0, expected)
-    slot, channel = expected[0].nonzero().squeeze(1) // channels, expected[0].nonzero().squeeze(1) % channels
-    assert torch.equal(unpack_rows(stages.rows)[0][0], stages.ids[0, slot] * channels + channel)
+    keys = keys.view(1, 3, channels)
+    expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys)
+    assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
 
 @functools.cache
-def select_layer() -> DecodeLayer:
-    return repack(make_layer(replace(THREE_TOKENS, shape=(3, 128, CHANNELS))))
+def select_layer(channels: int = CHANNELS) -> DecodeLayer:
+    return repack(make_layer(replace(THREE_TOKENS, shape=(3, 128, channels))))
 
 
 def test_more_candidates_than_are_counted_are_refused() -> None:
@@ -642,7 +631,7 @@ def test_kept_channels_are_computed_from_their_weights(run: Run) -> None:
     assert relative(run.stages.outputs.sum(1), expected) < SUMS
 
 
-def test_skipped_channels_are_summed_by_slot(run: Run) -> None:
+def test_skipped_channels_are_summed(run: Run) -> None:
     rank = run.case.settings.rank
     if rank == 0:
         return
@@ -720,11 +709,12 @@ def test_a_token_without_any_expert_gives_zeros_whatever_it_holds(what: float) -
     assert torch.equal(y[0], torch.zeros_like(y[0]))
 
 
-def test_more_groups_than_are_added_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = small_case(((4, 0), (1, 2)), 20)
+@pytest.mark.parametrize(("limit", "number"), [("_MOST_GROUPS", 4), ("_MOST_KEYS", 8)])
+def test_more_than_is_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch, limit: str, number: int) -> None:
+    case = small_case(((4, 0), (1, 2)), 13)
     case = replace(case, blocks=replace(case.blocks, exact_channels=2))
     expected, _ = decode_case(case)
-    monkeypatch.setattr(module, "_MOST_GROUPS", 4)
+    monkeypatch.setattr(module, limit, number)
     y, _ = decode_case(case)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the same numbers, added in another order
 

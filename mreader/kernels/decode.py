@@ -23,15 +23,16 @@ from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
 from mreader.kernels.screen_kernel import STRIP, screen_kernel
-from mreader.kernels.select_kernel import MOST_COLUMNS, ROWS, select_kernel
+from mreader.kernels.select_kernel import select_kernel
 from mreader.kernels.tuning import LayerShape, configuration, device_name
 from mreader.reader import ExpertLayer, ReadSettings
 
-# Bins of the scores, by the upper bits of their 31: an eighth of an octave, and a 512th in a window of 32 octaves.
-_HISTOGRAM = {"COARSE_SHIFT": 20, "FINE_SHIFT": 14, "COARSE": 1 << 11, "FINE": 1 << 14}
+# Bins of the scores, by the upper bits of their 31: half an octave, and a 512th in a window of 32 octaves.
+_HISTOGRAM = {"COARSE_SHIFT": 22, "FINE_SHIFT": 14, "COARSE": 1 << 9, "FINE": 1 << 14}
 
-# Groups of kept channels that a program of `finish` adds at a time: more would not fit its registers.
-_MOST_GROUPS = 256
+_MOST_CHUNKS = 64  # of a token: a program of `exact` finds its own among them
+_MOST_KEYS = 8192  # that a program of `select` looks at side by side
+_MOST_GROUPS = 256  # that a program of `finish` adds side by side
 _MOST_PROGRAMS = 65_535  # in the second and third direction of a grid
 
 
@@ -83,6 +84,7 @@ class Blocks:
     screen_parts:   programs that share the coordinates of a block: 1, 2, 4 or 8
     screen_warps:   blocks of a program
     screen_loads:   coordinates whose codes a thread has under way at a time, a multiple of 4
+    select_chunk:   candidates of a program, a power of 2; more where a token has very many
     recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
     finish_columns: of the output
@@ -93,7 +95,8 @@ class Blocks:
     screen_warps: int = 4
     screen_loads: int = 20
     score_warps: int = 2
-    select_warps: int = 8
+    select_chunk: int = 256
+    select_warps: int = 4
     recovery_rows: int = 1024
     exact_channels: int = 4
     exact_steps: int = 1
@@ -162,12 +165,14 @@ class Stages:
         self.strips = triton.cdiv(layer.tiles.codes.stride(1), STRIP.value)
         self.rank, self.stored_rank = settings.rank, layer.basis.shape[1]
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
-        self.groups = max(triton.cdiv(self.k, blocks.exact_channels * blocks.exact_steps), 1)
+        self.chunk = max(blocks.select_chunk, triton.next_power_of_2(triton.cdiv(self.candidates, _MOST_CHUNKS)))
+        self.chunks = triton.cdiv(self.candidates, self.chunk)
+        # Every chunk may end in a group that is not full.
+        group = blocks.exact_channels * blocks.exact_steps
+        self.padding = triton.next_power_of_2(group)
+        self.groups = max((self.k + self.chunks * (group - 1)) // group, 1)
         self.piece = min(blocks.recovery_rows, triton.next_power_of_2(self.channels))
         self.pieces = triton.cdiv(self.channels, self.piece)
-        columns = triton.cdiv(self.candidates, ROWS.value)
-        self.columns = min(triton.next_power_of_2(columns), MOST_COLUMNS)
-        self.chunks = triton.cdiv(columns, self.columns)
         self.dependent = has_dependent_launch(x.device)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -179,9 +184,10 @@ class Stages:
         self.block_info = empty(N, 3, self.nb)
         self.histogram = empty(N, _HISTOGRAM["COARSE"] + _HISTOGRAM["FINE"], dtype=torch.int32)
         self.sums = empty(N, K, self.nb, blocks.screen_parts, self.strips, 2, STRIP.value, 8, dtype=torch.float16)
-        self.keys = empty(N, self.chunks * ROWS.value * self.columns, dtype=torch.int32)
-        self.skipped = empty(N, K, I)
-        self.rows = empty(N, max(self.k, 1), dtype=torch.int64)
+        self.keys = empty(N, K, I, dtype=torch.int32)
+        self.estimates = empty(N, K, I)
+        self.rows = empty(N, self.chunks, self.chunk + self.padding, dtype=torch.int64)
+        self.counts = empty(N, self.chunks, dtype=torch.int32)
         self.recovery = empty(N, K * self.pieces, self.rank_up)
         self.outputs = empty(N, self.groups, self.hidden)
         self.y = empty(N, self.hidden, dtype=x.dtype)
@@ -226,37 +232,36 @@ class Stages:
         )
 
     def score(self) -> None:
-        """keys, skipped, histogram."""
+        """keys, estimates, histogram."""
         layer, tiles = self.layer, self.layer.tiles
         self._launch(
             score_kernel,
             (triton.cdiv(self.channels, TILE), self.slots, self.tokens),
             self.blocks.score_warps,
             *(self.sums, tiles.scales, tiles.errors, self.block_info, self.ids, self.weights),
-            *(layer.down_norms, layer.coeffs, self.keys, self.skipped, self.histogram),
+            *(layer.down_norms, layer.coeffs, self.keys, self.estimates, self.histogram),
             *(self.experts, self.channels, self.strips, self.stored_rank),
             nb=self.nb,
             PARTS=self.blocks.screen_parts,
             SCORE=self.settings.score,
             ACTIVATION=activation_kind(layer.activation),
             RANK=self.rank,
-            KEYS=self.keys.shape[1],
-            COLUMNS=self.columns,
             **_HISTOGRAM,
         )
 
     def select(self) -> None:
-        """rows; zeros in skipped."""
+        """rows, counts; zeros in estimates."""
         self._launch(
             select_kernel,
-            (self.tokens,),
+            (self.chunks, self.tokens),
             self.blocks.select_warps,
-            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.skipped),
+            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.counts, self.estimates),
             *(self.experts, self.slots, self.k),
             channels=self.channels,
-            KEYS=self.keys.shape[1],
-            CHUNKS=self.chunks,
-            COLUMNS=self.columns,
+            CHUNK=self.chunk,
+            LIST=self.rows.shape[2],
+            PADDING=self.padding,
+            AT_ONCE=min(triton.next_power_of_2(self.candidates), _MOST_KEYS),
             **_HISTOGRAM,
         )
 
@@ -267,11 +272,13 @@ class Stages:
             exact_kernel,
             (self.groups + (self.slots * self.pieces if self.rank else 0), self.tokens),
             self.blocks.exact_warps,
-            *(self.x, self.rows, self.ids, self.skipped, layer.gate_up, layer.down, layer.coeffs),
+            *(self.x, self.rows, self.counts, self.ids, self.estimates, layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
-            *(self.experts, self.slots, self.k, self.groups, self.stored_rank),
+            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank),
             hidden=self.hidden,
             channels=self.channels,
+            LIST=self.rows.shape[2],
+            CHUNKS_UP=triton.next_power_of_2(self.chunks),
             ACTIVATION=activation_kind(layer.activation),
             RANK=self.rank,
             RANK_UP=self.rank_up,
@@ -284,17 +291,16 @@ class Stages:
 
     def finish(self) -> None:
         """y."""
-        pieces = self.slots * self.pieces
         self._launch(
             finish_kernel,
             (triton.cdiv(self.hidden, self.blocks.finish_columns), self.tokens),
             self.blocks.finish_warps,
             *(self.outputs, self.recovery, self.layer.basis, self.y),
-            *(self.hidden, self.groups, pieces, self.stored_rank),
+            *(self.hidden, self.groups, self.stored_rank),
             RANK=self.rank,
             RANK_UP=self.rank_up,
             GROUPS=min(triton.next_power_of_2(self.groups), _MOST_GROUPS),
-            PIECES_UP=triton.next_power_of_2(pieces),
+            PIECES=self.slots * self.pieces,
             COLUMNS=self.blocks.finish_columns,
         )
 

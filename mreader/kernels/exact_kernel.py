@@ -12,9 +12,10 @@ from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
 @triton.jit
 def exact_kernel(
     x,  # (N, H) any float
-    rows,  # (N, k) int64, from select_kernel
+    rows,  # (N, chunks, LIST) int64, from select_kernel
+    counts,  # (N, chunks) int32, from select_kernel
     ids,  # (N, K) int
-    skipped,  # (N, K, I) float32: w_e p_j of the channels that were not kept, 0 of the others
+    estimates,  # (N, K, I) float32: w_e p_j of the channels that were not kept, 0 of the others
     gate_up,  # (E, 2, I, H)
     down,  # (E, I, H)
     coeffs,  # (E, I, stored rank) float16
@@ -22,11 +23,13 @@ def exact_kernel(
     recovery,  # (N, K * PIECES, RANK_UP) float32, written: sum over skipped j of w_e p_j b_j
     experts,
     slots,
-    k,
     groups,
+    chunks,
     stored_rank,
     hidden: tl.constexpr,
     channels: tl.constexpr,
+    LIST: tl.constexpr,
+    CHUNKS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
@@ -45,9 +48,10 @@ def exact_kernel(
         token_x = tl.load(x + token.to(tl.int64) * hidden + h, mask=inside, other=0.0).to(tl.float32)
         y = tl.zeros((HIDDEN_UP,), tl.float32)
         wait_for_earlier(DEPENDENT)
-        for step in tl.static_range(STEPS):
-            at = (program * STEPS + step) * CHANNELS + tl.arange(0, CHANNELS)
-            row_and_weight = tl.load(rows + token * k + at, mask=at < k, other=-1)
+        chunk, first, stop = _find_group(counts + token * chunks, program, chunks, CHANNELS * STEPS, CHUNKS_UP)
+        rows += (token * chunks + chunk).to(tl.int64) * LIST
+        for step in range(first, stop, CHANNELS):
+            row_and_weight = tl.load(rows + step + tl.arange(0, CHANNELS))
             row = row_and_weight.to(tl.int32)
             weight = (row_and_weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)
             # Nothing to do costs the same as channel 0, which lies in the cache by then.
@@ -70,15 +74,27 @@ def exact_kernel(
         start = piece % PIECES * PIECE
         of_slot, of_expert = piece // PIECES * channels + start, serving * channels + start
         sums = _recover_piece(
-            skipped + of_slot, coeffs + of_expert * stored_rank, channels - start, stored_rank,
+            estimates + of_slot, coeffs + of_expert * stored_rank, channels - start, stored_rank,
             RANK, RANK_UP, PIECE, DEPENDENT,
         )  # fmt: skip
         tl.store(recovery + piece * RANK_UP + tl.arange(0, RANK_UP), sums)
 
 
 @triton.jit
+def _find_group(counts, program, chunks, ROWS: tl.constexpr, CHUNKS_UP: tl.constexpr):
+    """The chunk whose list a program takes from, its first entry there and the one behind its last: ROWS or less."""
+    chunk = tl.arange(0, CHUNKS_UP)
+    count = tl.load(counts + chunk, mask=chunk < chunks, other=0)
+    upto = tl.cumsum(tl.cdiv(count, ROWS), axis=0)
+    last = tl.max(tl.where(upto <= program, ((chunk + 1) << 16) | upto, 0), axis=0)
+    mine, first = last >> 16, (program - (last & 0xFFFF)) * ROWS
+    number = tl.sum(tl.where(chunk == mine, count, 0), axis=0)
+    return mine, first, tl.minimum(first + ROWS, number)
+
+
+@triton.jit
 def _recover_piece(
-    skipped,
+    estimates,
     coeffs,
     channels,
     stored_rank,
@@ -94,7 +110,7 @@ def _recover_piece(
     )
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
-    wp = tl.load(skipped + j, mask=j < channels, other=0.0)
+    wp = tl.load(estimates + j, mask=j < channels, other=0.0)
     return tl.sum(wp[:, None] * b.to(tl.float32), axis=0)
 
 
@@ -106,19 +122,17 @@ def finish_kernel(
     y,  # (N, H) any float, written
     hidden,
     groups,
-    pieces,
     stored_rank,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
     GROUPS: tl.constexpr,  # at a time
-    PIECES_UP: tl.constexpr,
+    PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j."""
     token = tl.program_id(1).to(tl.int64)
     h, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_UP)
-    piece = tl.arange(0, PIECES_UP)
     inside = h < hidden
     if RANK > 0:
         u = tl.load(
@@ -136,11 +150,8 @@ def finish_kernel(
         )
         total += tl.sum(parts, axis=0)
     if RANK > 0:
-        parts = tl.load(
-            recovery + (token * pieces + piece)[:, None] * RANK_UP + r[None, :],
-            mask=(piece < pieces)[:, None],
-            other=0.0,
-        )
-        left = tl.sum(parts, axis=0)
+        left = tl.zeros((RANK_UP,), tl.float32)
+        for piece in tl.static_range(PIECES):
+            left += tl.load(recovery + (token * PIECES + piece) * RANK_UP + r)
         total += tl.sum(u.to(tl.float32) * left[None, :], axis=1)
     tl.store(y + token * hidden + h, total.to(y.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ import triton.language as tl
 from mreader.kernels.activation_kernel import activate
 from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
 from mreader.kernels.screen_kernel import load_sums, token_unit
-from mreader.kernels.select_kernel import count_key, place_of_key, score_key
+from mreader.kernels.select_kernel import count_key, score_key
 
 
 @triton.jit
@@ -21,8 +21,8 @@ def score_kernel(
     weights,  # (N, K) any float
     down_norms,  # (E, I) float16
     coeffs,  # (E, I, stored rank) float16
-    keys,  # (N, KEYS) int32, written: score_key of every candidate, 0 where no expert serves the slot
-    skipped,  # (N, K, I) float32, written: w_e p_j
+    keys,  # (N, K, I) int32, written: score_key of every candidate, 0 where no expert serves the slot
+    estimates,  # (N, K, I) float32, written: w_e p_j
     histogram,  # (N, COARSE + FINE) int32, counted up: see count_key
     experts,
     channels,
@@ -33,8 +33,6 @@ def score_kernel(
     SCORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
     COARSE: tl.constexpr,  # bins
@@ -92,8 +90,8 @@ def score_kernel(
         variance = slope * slope * (up * up * gate_error + gate_error * up_error) + phi * phi * up_error
         score = weight * weight * (p * p * (down - recovered) + variance * down)
     key = tl.where(served, score_key(score), 0)
-    tl.store(keys + token.to(tl.int64) * KEYS + place_of_key(slot * channels + j, COLUMNS), key, mask=inside)
+    tl.store(keys + here * channels + j, key, mask=inside)
     # Not 0 * p, which is no number where p is none.
-    tl.store(skipped + here * channels + j, tl.where(served, weight * p, 0.0), mask=inside)
+    tl.store(estimates + here * channels + j, tl.where(served, weight * p, 0.0), mask=inside)
     histogram += token.to(tl.int64) * (COARSE + FINE)
     count_key(histogram, key, inside, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE)
