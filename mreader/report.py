@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mreader.errors import UsageError
 
 if TYPE_CHECKING:
-    from mreader.selectors.harness import Run
+    from mreader.selectors.runs import Run
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -41,13 +41,26 @@ $rows
 </html>
 """)
 _COLUMNS = ("selector", "keep", "recovery", "reads_asked", "reads_used", "k", "kl", "top1", "note")
+_PICTURES = ("png", "svg", "pdf")
 _SMOOTHED = 16  # positions that a point of the drift figure averages
 
 
-def require_matplotlib() -> None:
-    """UsageError where it is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+def refuse_bad_files(csv: Path | None, html: Path | None, plot: Path | None) -> None:
+    """UsageError where one of the files could not be written after hours of work."""
+    if (html is not None or plot is not None) and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("matplotlib is not installed", "pip install 'mreader[plot]'")
+    for file in (csv, html, plot):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise UsageError(f"{file} cannot be written", "name a file in a folder that there is")
+    if plot is not None:
+        _kind_of_picture(plot)
+
+
+def _kind_of_picture(file: Path) -> str:
+    kind = file.suffix.lstrip(".").lower()
+    if kind not in _PICTURES:
+        raise UsageError(f"{file} is no picture", "name a .png, .svg or .pdf file")
+    return kind
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -61,10 +74,7 @@ def write_csv(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def write_plot(runs: "Sequence[Run]", file: Path) -> None:
     """KL against the reads really used, a line a selector."""
-    suffix = file.suffix.lstrip(".") or "png"
-    if suffix not in ("png", "svg", "pdf"):
-        raise UsageError(f"{file} is no picture", "name a .png, .svg or .pdf file")
-    _write(file, _picture(runs, _draw_kl, suffix))
+    _write(file, _picture(runs, _draw_kl, _kind_of_picture(file)))
 
 
 def write_html(runs: "Sequence[Run]", title: str, file: Path) -> None:
@@ -149,7 +159,7 @@ def _draw_pairs(axes: Any, runs: "Sequence[Run]") -> None:
     from mreader.selectors.pairs import keep_pairs
 
     pairs = keep_pairs(runs)
-    labels = [f"{pair.selector}, {pair.recovery}, {100 * pair.budget:.4g} %" for pair in pairs]
+    labels = [f"{run.job.selector}, {run.job.recovery}, {100 * run.budget:.4g} %" for run in (p.run for p in pairs)]
     axes.errorbar(
         [pair.difference for pair in pairs], range(len(pairs)), xerr=[2 * pair.error for pair in pairs], fmt="o"
     )

@@ -14,9 +14,10 @@ from commands import mreader
 
 from mreader.errors import UsageError
 from mreader.report import write_html, write_plot
-from mreader.selectors.grid import Grid, parse_reads, split_tokens
-from mreader.selectors.harness import Job, Run
-from mreader.selectors.pairs import Count, Pair, count_verdicts, keep_pairs, mean_and_error
+from mreader.selectors.grid import Grid, parse_reads, read_texts
+from mreader.selectors.jobs import Job, Reader
+from mreader.selectors.pairs import Count, Pair, compare_windowwise, count_verdicts, keep_pairs, mean_and_error
+from mreader.selectors.runs import Run
 from mreader.selectors.scores import SCORES
 
 TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"  # 1,024 ids
@@ -114,10 +115,14 @@ class TestCompare:
         (wider,) = compare(olmoe_tiny, *options, "--rank", 64)
         assert wider["k"] < ternary["k"]
 
-    def test_codes_are_for_sources(self, olmoe_augmented: Path) -> None:
-        ran = mreader("compare", olmoe_augmented, "--tokens", TOKENS, *SHAPE, "--codes", "quaternary")
-        assert ran.code == 2
-        assert "has a sketch already" in ran.cause
+    def test_an_augmented_checkpoint_is_sketched_otherwise_from_its_native_weights(
+        self, olmoe_tiny: Path, olmoe_augmented: Path
+    ) -> None:
+        options = ("--reads", 0.4, "--selectors", "reader", "--recovery", "map", "--keep", "topk")
+        codes = ("--codes", "quaternary")
+        (source,), (augmented,) = (compare(model, *options, *codes) for model in (olmoe_tiny, olmoe_augmented))
+        assert augmented["k"] == source["k"]
+        assert augmented["kl"] == pytest.approx(source["kl"], rel=1e-4)  # the same sketch, dense logits of other sums
 
     def test_a_source_and_its_augmented_checkpoint_are_the_same(
         self, rows: list[dict[str, Any]], olmoe_augmented: Path
@@ -180,7 +185,8 @@ class TestGrid:
         assert Grid.of("all", "topk", "none", (0.3,)).selectors == tuple(SCORES)
 
     def test_matched_runs_need_thresholds(self) -> None:
-        assert {job.keep for job in Grid.of("reader", "matched", "none", (0.3,)).jobs()} == {"threshold"}
+        jobs = Grid.of("reader", "matched", "none", (0.3,)).jobs(Reader())
+        assert {job.keep for job in jobs} == {"threshold"}
 
     @pytest.mark.parametrize("given", ["", "a", "0", "1.5", "0.3,,0.4"])
     def test_budgets_are_fractions(self, given: str) -> None:
@@ -189,26 +195,33 @@ class TestGrid:
 
     def test_calibration_windows_are_not_evaluated(self, tmp_path: Path) -> None:
         np.save(tmp_path / "ids.npy", np.arange(100))
-        evaluated, calibration = split_tokens(tmp_path, tmp_path / "ids.npy", None, (3, 20), 2)
-        assert evaluated.max() == 59
-        assert calibration.tolist() == torch.arange(60, 100).view(2, 20).tolist()
+        texts = read_texts(tmp_path, tmp_path / "ids.npy", None, (3, 20), 2)
+        assert texts.evaluated.max() == 59
+        assert texts.calibration is not None
+        assert texts.calibration.tolist() == torch.arange(60, 100).view(2, 20).tolist()
         with pytest.raises(UsageError, match="fewer"):
-            split_tokens(tmp_path, tmp_path / "ids.npy", None, (4, 20), 2)
+            read_texts(tmp_path, tmp_path / "ids.npy", None, (4, 20), 2)
 
 
 def _run(keep: str, kl: tuple[float, ...], budget: float | None = None) -> Run:
     job = Job("reader", keep, "none", 0.3, budget)
-    return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, (0.3, 0.3), (10, 12), (0.3,) * 32)
+    reads = (0.3,) * len(kl)
+    return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, reads, (0.3, 0.3), (10, 12), (0.3,) * 32)
 
 
 class TestPairs:
     def test_a_standard_error_is_that_of_paired_windows(self) -> None:
         # differences 1, 2, 3: mean 2, deviation 1
-        assert mean_and_error((2, 4, 6), (1, 2, 3)) == (2, pytest.approx(1 / 3**0.5))
+        pair = compare_windowwise(_run("topk", (2, 4, 6)), _run("topk", (1, 2, 3)))
+        assert pair is not None
+        assert (pair.difference, pair.error) == (2, pytest.approx(1 / 3**0.5))
+
+    def test_one_window_says_nothing_of_its_error(self) -> None:
+        assert mean_and_error((2,)) == (2, float("inf"))
 
     @pytest.mark.parametrize(("difference", "verdict"), [(0.3, "win"), (0.1, "tie"), (-0.3, "loss")])
     def test_beyond_two_standard_errors_somebody_wins(self, difference: float, verdict: str) -> None:
-        assert Pair("reader", "none", 0.3, "matched", difference, 0.1).verdict == verdict
+        assert Pair(_run("threshold", (1,)), _run("topk", (1,)), difference, 0.1).verdict == verdict
 
     def test_a_threshold_is_paired_with_the_run_at_its_reads(self) -> None:
         threshold, at_budget = _run("threshold", (0.4, 0.5)), _run("topk", (0.1, 0.1))

@@ -42,7 +42,7 @@ class TestWindows:
 
     def test_batches_hold_every_window_once(self) -> None:
         windows = torch.arange(7 * 1500).view(7, 1500)
-        batches = list(window_batches(windows))
+        batches = list(window_batches(windows, 100))
         assert [len(batch) for batch in batches] == [2, 2, 2, 1]
         assert torch.equal(torch.cat(batches), windows)
 

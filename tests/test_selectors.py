@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from mreader.activations import get_activation
 from mreader.budget import BlockShape
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS
 from mreader.reader import ReadSettings, read
 from mreader.selectors.keep import Calibrating, Threshold, TopK, TopKPerExpert, pooled_threshold
+from mreader.selectors.kept import Kept
 from mreader.selectors.layers import Batch, Layer, factorise, round_rows
 from mreader.selectors.plans import Split, make_plan, run_block
 from mreader.selectors.reads import InfeasibleError, Plan
 from mreader.selectors.recovery import fit_map, recover, weight_map
 from mreader.selectors.scores import SCORES, Score, Scored, get_score
-from mreader.selectors.subject import _sketch
+from mreader.selectors.sketching import Native, Sketching
 
 # Odd on purpose: H no multiple of 128, I none of 5 or 32, E no power of two.
 E, K, H, I, N = 6, 3, 192, 80, 40
@@ -39,9 +40,14 @@ def draw_batch(seed: int, tokens: int = N) -> Batch:
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
-    module = SimpleNamespace(gate_up_proj=draw(E, 2 * I, H, seed=1) / H**0.5, down_proj=draw(E, H, I, seed=2) / I**0.5)
+    return make_layer()
+
+
+def make_layer(kept: Kept | None = None) -> Layer:
+    gate_up, down = draw(E, 2, I, H, seed=1) / H**0.5, draw(E, H, I, seed=2).transpose(1, 2) / I**0.5
     shape = BlockShape(H, I, K, DEFAULT_OPTIONS.rank, DEFAULT_OPTIONS.code)
-    return Layer(_sketch(module, 0, "silu", DEFAULT_OPTIONS), shape, draw_batch(50, 64))
+    native = Native(gate_up, down, get_activation("silu"))
+    return Layer(native, 0, shape, Kept() if kept is None else kept, Sketching(), calibration=draw_batch(50, 64))
 
 
 @pytest.fixture(scope="module")
