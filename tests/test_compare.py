@@ -13,7 +13,7 @@ import torch
 from commands import mreader
 
 from mreader.errors import UsageError
-from mreader.report import write_html, write_plot
+from mreader.report import write_html
 from mreader.selectors.grid import Grid, parse_reads, read_texts
 from mreader.selectors.jobs import Job, Reader
 from mreader.selectors.pairs import Count, Pair, compare_windowwise, count_verdicts, keep_pairs, mean_and_error
@@ -135,6 +135,73 @@ class TestCompare:
         assert row["k"] == expected["k"]
 
 
+@pytest.fixture(scope="module")
+def ablated(olmoe_tiny: Path) -> list[dict[str, Any]]:
+    return compare(olmoe_tiny, "--ablations", "--reads", "0.25,0.4")
+
+
+class TestAblations:
+    def test_one_thing_is_changed_at_a_time(self, ablated: list[dict[str, Any]]) -> None:
+        assert [row["variant"] for row in ablated if row["reads_asked"] == 0.4] == [
+            "",
+            "k of every expert alike",
+            "rotation off",
+            *(f"{n} coordinates" for n in (48, 64, 96, 112, 128)),
+            "recovery off",
+            *(f"rank {n}" for n in (8, 16, 64)),
+            "score norm",
+            "score rho",
+            "quaternary codes",
+        ]
+
+    def test_every_variant_reads_what_was_asked_for(self, ablated: list[dict[str, Any]]) -> None:
+        """And not a channel less, of three rows of 16 sectors; per expert as well."""
+        for row in ablated:
+            if row["kl"] is not None:
+                assert row["reads_asked"] - 48 / 24_576 < row["reads_used"] <= row["reads_asked"]
+
+    def test_what_is_read_to_decide_is_not_there_to_keep(self, ablated: list[dict[str, Any]]) -> None:
+        """Channels kept at 40 %: sectors of codes are 2 K nb n_c, of a map of rank r the half bytes 2 r (H + K I)."""
+        base = only(ablated, variant="", reads_asked=0.4)["k"]
+        kept = {row["variant"]: row["k"] for row in ablated if row["reads_asked"] == 0.4}
+        for coordinates in (48, 64, 96, 112, 128):
+            expected = (80 - coordinates) * 2 * 8 * 2 / 48
+            assert kept[f"{coordinates} coordinates"] == pytest.approx(base + expected, abs=1)
+        for rank, name in ((0, "recovery off"), (8, "rank 8"), (16, "rank 16"), (64, "rank 64")):
+            expected = (32 - rank) * 2 * (256 + 8 * 64) / 32 / 48
+            assert kept[name] == pytest.approx(base + expected, abs=1)
+        assert kept["rotation off"] == kept["score norm"] == base
+        assert kept["score rho"] == base - (2 * 8 * 2 * 2 * 64 / 32) // 48 - 1
+
+    def test_a_variant_is_the_reader_that_was_asked_for_so(
+        self, ablated: list[dict[str, Any]], olmoe_tiny: Path
+    ) -> None:
+        options = ("--selectors", "reader", "--keep", "topk", "--reads", 0.4)
+        for variant, others in (
+            ("64 coordinates", ("--coordinates", 64, "--recovery", "map")),
+            ("recovery off", ("--recovery", "none")),
+            ("score norm", ("--score", "norm", "--recovery", "map")),
+            ("quaternary codes", ("--codes", "quaternary", "--recovery", "map")),
+            ("rank 64", ("--rank", 64, "--recovery", "map")),
+        ):
+            (row,) = compare(olmoe_tiny, *options, *others)
+            assert row["kl"] == only(ablated, variant=variant, reads_asked=0.4)["kl"]
+
+    def test_the_table_says_how_far_each_is_from_the_reader(self, olmoe_tiny: Path) -> None:
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--reads", 0.2, "--ablations", "-q")
+        assert ran.code == 0, ran.err
+        lines = {line.strip().partition("  ")[0]: line for line in ran.out.splitlines()}
+        assert "±" in lines["rotation off"]
+        assert "±" not in lines["as it is"]
+        assert "infeasible" in lines["128 coordinates"]
+
+    @pytest.mark.parametrize("option", ["--selectors", "--keep", "--recovery"])
+    def test_a_choice_of_selectors_is_another_comparison(self, option: str, olmoe_tiny: Path) -> None:
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--ablations", option, "none")
+        assert ran.code == 2
+        assert option in ran.cause
+
+
 class TestEval:
     def test_the_simulated_reader_is_the_reader(self, olmoe_augmented: Path) -> None:
         """The same budget through the model's own runtime, and through the harness."""
@@ -240,6 +307,20 @@ def test_a_page_without_feasible_runs_is_still_a_page(tmp_path: Path) -> None:
     assert "no &lt;budget&gt;" in page
 
 
-def test_a_picture_has_a_picture_s_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no picture"):
-        write_plot([], tmp_path / "a.txt")
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--plot", "a.gif", "no picture"),
+        ("--plot", "a", "no picture"),
+        ("--plot", "no/a.png", "cannot be written"),
+        ("--html", "no/a.html", "cannot be written"),
+        ("--csv", ".", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_anything_is_run(
+    option: str, file: str, message: str, olmoe_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mreader.selectors.grid.open_harness", lambda *_: pytest.fail("the model was opened"))
+    ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, option, tmp_path / file)
+    assert ran.code == 2
+    assert message in ran.cause

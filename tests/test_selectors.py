@@ -12,9 +12,11 @@ from mreader.activations import get_activation
 from mreader.budget import BlockShape
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS
+from mreader.kernels.rotate import rotate
 from mreader.reader import ReadSettings, read
+from mreader.selectors.jobs import Reader
 from mreader.selectors.keep import Calibrating, Threshold, TopK, TopKPerExpert, pooled_threshold
-from mreader.selectors.kept import Kept
+from mreader.selectors.kept import Kept, nbytes_of
 from mreader.selectors.layers import Batch, Layer, factorise, round_rows
 from mreader.selectors.plans import Split, make_plan, run_block
 from mreader.selectors.reads import InfeasibleError, Plan
@@ -176,6 +178,80 @@ def test_the_reader_s_block_is_the_reader(recovered: bool, batch: Batch, layer: 
     output = run_block(batch, layer, SCORES["reader"], plan, TopK(), weight_map(layer, rank) if recovered else None)
     expected = read(batch.x, batch.ids, batch.weights, layer.sketched, ReadSettings(30, 80, "variance", rank))
     torch.testing.assert_close(output.y, expected, **CLOSE)
+
+
+class TestKept:
+    """What is derived from weights takes no more memory than was allowed, and is the same either way."""
+
+    def test_nothing_is_made_twice_while_it_fits(self) -> None:
+        kept, made = Kept(1000), []
+        for _ in range(2):
+            for number in range(3):
+                kept.get("a", number, lambda number=number: made.append(number) or torch.zeros(25))
+        assert made == [0, 1, 2]
+        assert kept.nbytes == 300
+
+    def test_a_kind_that_does_not_fit_keeps_its_first(self) -> None:
+        kept, made = Kept(250), []
+        for _ in range(2):
+            for number in range(4):
+                for _ in range(2):  # the one that is being worked on is not made again either
+                    kept.get("a", number, lambda number=number: made.append(number) or torch.zeros(25))
+                assert kept.nbytes <= 250
+        assert made == [0, 1, 2, 3, 2, 3]
+
+    def test_the_kind_not_asked_for_longest_makes_room(self) -> None:
+        kept = Kept(300)
+        for kind in ("a", "b", "a", "c"):
+            kept.get(kind, 0, lambda: torch.zeros(30))
+        assert kept.get("a", 0, lambda: pytest.fail("was dropped")) is not None
+        assert kept.nbytes == 240
+
+    @pytest.mark.parametrize("name", SCORES)
+    def test_scores_are_the_same_where_nothing_is_kept(self, name: str, batch: Batch) -> None:
+        kept = Kept(0)
+        plan = replace(ALL, coordinates=80, gate=0.5, up=0.5)
+        found, expected = (scored(name, batch, make_layer(store), plan).scores for store in (kept, Kept()))
+        assert torch.equal(found, expected)
+        assert kept.nbytes == 0
+
+    def test_a_layer_s_worth_of_large_tensors_is_counted(self, layer: Layer) -> None:
+        """INT4 rows as bytes and a float32 scale each."""
+        assert nbytes_of(layer.proxies) == E * 2 * I * (H + 4)
+
+
+class TestSketching:
+    def test_rows_that_are_not_rotated_are_those_of_the_code_s_own_fit(self, layer: Layer) -> None:
+        raw = layer.sketched_as(Sketching(rotated=False)).sketched
+        blocks = torch.nn.functional.pad(layer.gate_up, (0, -H % 128)).view(E, 2, I, -1, 128)
+        _, scales, _ = raw.code.fit(blocks.float())
+        assert torch.equal(raw.scales, scales.transpose(2, 3))
+
+    def test_a_token_is_cut_into_blocks_as_rows_are(self) -> None:
+        x, signs = draw(3, H, seed=8), torch.ones(H, dtype=torch.int8)
+        blocks = Sketching(rotated=False).rotate(x, signs)
+        assert torch.equal(blocks.flatten(1)[:, :H], x)
+        assert blocks.shape == (3, 2, 128)
+        assert torch.equal(Sketching().rotate(x, signs), rotate(x, signs))
+
+    def test_without_rotation_the_full_screen_estimates_the_same_products(self, batch: Batch, layer: Layer) -> None:
+        """Quaternary codes of all coordinates, rotated and not: both within what such codes leave of a product."""
+        gate, _ = products(batch, layer)
+        errors = []
+        for rotated in (True, False):
+            other = layer.sketched_as(Sketching("quaternary", rotated=rotated))
+            found = scored("reader", batch, other, ALL)
+            errors.append(float((found.estimates.double() - found.values.double()).square().mean()))
+        assert max(errors) < 0.5 * float(gate.square().mean())
+
+    def test_reads_are_charged_for_the_sketch_in_use(self, layer: Layer) -> None:
+        other = layer.sketched_as(Reader(codes="quaternary", rank=8, stored=8).sketching(layer.sketching))
+        assert (other.shape.code.name, other.shape.rank) == ("quaternary", 8)
+        assert other.sketched.basis.shape == (H, 8)
+
+    @pytest.mark.parametrize(("rank", "stored", "made"), [(32, None, 32), (16, None, 32), (64, None, 64), (16, 16, 16)])
+    def test_a_rank_below_the_stored_one_is_a_part_of_it(self, rank: int, stored: int | None, made: int) -> None:
+        assert Reader(rank=rank, stored=stored).sketching(Sketching()).rank == made
 
 
 class TestKeep:
