@@ -22,7 +22,7 @@ from mreader.formats.architectures import find_architecture
 from mreader.formats.augmented import is_augmented, open_augmented
 from mreader.formats.checkpoint import open_checkpoint
 from mreader.formats.safetensors_file import TORCH_DTYPES
-from mreader.runtime import auto_class, experts_modules, load, reader_mode, runtime_of
+from mreader.runtime import auto_class, experts_modules, load, reader_mode, runtime_of, text_part
 from mreader.selectors.kept import Kept
 from mreader.selectors.layers import Batch, Layer
 from mreader.selectors.sketching import Native, Sketching
@@ -154,7 +154,7 @@ def _of_source(path: Path, dtype: str, device: str) -> Subject:
         Layer(_native(module, architecture.activation), number, shape, kept, sketching)
         for number, module in enumerate(modules)
     ]
-    return Subject(model, modules, layers, kept)
+    return Subject(text_part(model), modules, layers, kept)
 
 
 def _of_augmented(path: Path, dtype: str, device: str) -> Subject:
@@ -172,7 +172,7 @@ def _of_augmented(path: Path, dtype: str, device: str) -> Subject:
         )
         for number, module in enumerate(modules)
     ]
-    return Subject(model, modules, layers, kept)
+    return Subject(text_part(model), modules, layers, kept)
 
 
 def _native(module: Any, activation: str) -> Native:
