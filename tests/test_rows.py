@@ -46,10 +46,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return jobs
 
 
-def test_rows_that_are_there_are_not_run_again(olmoe_tiny: Path, tmp_path: Path, counted: list[Job]) -> None:
+def test_rows_that_are_there_are_not_run_again(
+    olmoe_tiny: Path, tmp_path: Path, counted: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = printed(compare(olmoe_tiny, tmp_path / "rows"))
     assert len(counted) == JOBS
     counted.clear()
+    monkeypatch.setattr("mreader.selectors.grid.open_subject", lambda *_: pytest.fail("the model was opened"))
     assert printed(compare(olmoe_tiny, tmp_path / "rows")) == first
     assert not counted
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,7 +83,8 @@ def compare_command(
     texts = read_texts(model, given, calibration, (windows, length), calibration_windows)
     ledger = FileLedger(rows, in_common(model, texts, dtype, device)) if rows else Ledger()
     with progress(verbosity(quiet, verbose)) as bar:
-        runs = run_all(open_harness(model, texts, dtype, device, bar), jobs, keeps, ledger, bar)
+        harness = partial(open_harness, model, texts, dtype, device, bar)
+        runs = run_all(harness, texts, jobs, keeps, ledger, bar)
     if csv is not None:
         write_csv([run.row() for run in runs], csv)
     if plot is not None:

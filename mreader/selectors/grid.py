@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -120,31 +121,37 @@ def open_harness(model: Path, texts: Texts, dtype: str, device: str, progress: P
 
 
 def run_all(
-    harness: Harness, jobs: Sequence[Job], keeps: Sequence[str], ledger: Ledger, progress: Progress
+    harness: Callable[[], Harness],
+    texts: Texts,
+    jobs: Sequence[Job],
+    keeps: Sequence[str],
+    ledger: Ledger,
+    progress: Progress,
 ) -> list[Run]:
     """Every job that the ledger does not hold, each followed by its matched one where `keeps` has that.
 
+    harness: opens the model; it is not asked where the ledger holds everything
+
     Returns the runs whose keep rule is one of `keeps`.
     """
-    matching = [job for job in jobs if job.keep == "threshold"] if MATCHED in keeps else []
-    progress.begin("evaluating", (len(jobs) + len(matching)) * harness.windows.numel(), "tokens")
+    opened = cache(harness)
+    follow = MATCHED in keeps
+    count = len(jobs) + (sum(job.keep == "threshold" for job in jobs) if follow else 0)
+    progress.begin("evaluating", count * texts.evaluated.numel(), "tokens")
+
+    def run(job: Job) -> Run:
+        found = ledger.find(job)
+        if found is not None:
+            progress.advance(texts.evaluated.numel())
+            return found
+        done = opened().run(job)
+        ledger.add(done)
+        return done
+
     runs = []
     for job in jobs:
-        runs.append(_run(harness, job, ledger, progress))
-        if job in matching:
-            follows = matched(runs[-1])
-            if follows is not None:
-                runs.append(_run(harness, follows, ledger, progress))
-            else:
-                progress.advance(harness.windows.numel())
+        runs.append(run(job))
+        if follow and job.keep == "threshold":
+            other = matched(runs[-1])
+            runs += [run(other)] if other is not None else []
     return [run for run in runs if run.keep_name in keeps]
-
-
-def _run(harness: Harness, job: Job, ledger: Ledger, progress: Progress) -> Run:
-    run = ledger.find(job)
-    if run is not None:
-        progress.advance(harness.windows.numel())
-        return run
-    run = harness.run(job)
-    ledger.add(run)
-    return run
