@@ -131,10 +131,12 @@ def _print_comparison(runs: "Sequence[Run]") -> None:
 
 def _table(runs: "Sequence[Run]") -> Table:
     """Best first at every budget; what cannot keep to it comes last."""
+    from mreader.report import in_order
+
     table = Table("selector", "keep", "recovery", box=None, header_style="bold")
     for column in ("asked", "reads", "k", "KL", "top-1"):
         table.add_column(column, justify="right")
-    ordered = sorted(runs, key=lambda run: (run.budget, run.kl is None, run.kl or 0.0))
+    ordered = in_order(runs)
     for number, run in enumerate(ordered):
         names = (run.job.selector, run.keep_name, run.job.recovery, percent(run.budget))
         last = number + 1 == len(ordered) or ordered[number + 1].budget != run.budget
