@@ -103,6 +103,8 @@ class TestCompare:
         assert ran.code == 0, ran.err
         assert "infeasible" in ran.out
         assert "cats cannot read 30 %" in ran.err
+        (line,) = [line for line in ran.out.splitlines() if line.split()[:3] == ["oracle", "none", "40.00"]]
+        assert line.count("±") == 2  # of its reads, and of KL less that of top-k
         assert "top-k against thresholds, at the budget: " in " ".join(ran.out.split())
 
     def test_a_source_is_sketched_as_asked(self, rows: list[dict[str, Any]], olmoe_tiny: Path) -> None:
@@ -187,9 +189,11 @@ class TestAblations:
             (row,) = compare(olmoe_tiny, *options, *others)
             assert row["kl"] == only(ablated, variant=variant, reads_asked=0.4)["kl"]
 
-    def test_the_table_says_how_far_each_is_from_the_reader(self, olmoe_tiny: Path) -> None:
-        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--reads", 0.2, "--ablations", "-q")
+    def test_the_table_says_how_far_each_is_from_the_reader(self, olmoe_tiny: Path, tmp_path: Path) -> None:
+        options = ("--reads", 0.2, "--ablations", "--html", tmp_path / "a.html", "--plot", tmp_path / "a.svg", "-q")
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, *options)
         assert ran.code == 0, ran.err
+        assert (tmp_path / "a.svg").read_text().count("<svg") == (tmp_path / "a.html").read_text().count("<svg") == 1
         lines = {line.strip().partition("  ")[0]: line for line in ran.out.splitlines()}
         assert "±" in lines["rotation off"]
         assert "±" not in lines["as it is"]

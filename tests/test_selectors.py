@@ -309,6 +309,15 @@ class TestPlans:
         ]
         assert errors[0] <= errors[1]
 
+    def test_a_path_is_the_same_with_masks_that_are_remembered(
+        self, layer: Layer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("teal", "wina"):
+            remembered = make_plan(SCORES[name], layer, 0.4, Plan(), Split(layer, SCORES[name]))
+            monkeypatch.setattr("mreader.selectors.plans._SameTokens", TopK)
+            assert make_plan(SCORES[name], layer, 0.4, Plan(), Split(layer, SCORES[name])) == remembered
+            monkeypatch.undo()
+
     def test_prox_reads_at_least_three_tenths_of_its_inputs(self, layer: Layer) -> None:
         assert make_plan(SCORES["prox"], layer, 0.25, Plan(), None).gate == pytest.approx(0.3)
         # C = 3 * 0.4 of 3 matrices: 0.9 for channels, and (1.2 - 0.9) * 3 / 2 of the inputs
