@@ -77,7 +77,7 @@ def compare_command(
     reader = reader_of(model, coordinates, score, rank, codes)
     if ablations:
         _refuse_with_ablations(selectors=selectors, keep=keep, recovery=recovery)
-    grid = Grid.of(selectors or "all", keep or "topk,threshold,matched", recovery or "none,map", budgets)
+    grid = Grid.of(*_or_all(selectors, keep, recovery), budgets)
     jobs = list(ablations_of(reader, budgets) if ablations else grid.jobs(reader))
     keeps = KEEPS if ablations else grid.keeps
     texts = read_texts(model, given, calibration, (windows, length), calibration_windows)
@@ -108,6 +108,15 @@ def one_of(tokens: Path | None, text: Path | None) -> Path:
     if text is not None and tokens is None:
         return text
     raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
+
+
+def _or_all(selectors: str | None, keep: str | None, recovery: str | None) -> tuple[str, str, str]:
+    """What is to be compared where nothing was chosen."""
+    return (
+        "all" if selectors is None else selectors,
+        "topk,threshold,matched" if keep is None else keep,
+        "none,map" if recovery is None else recovery,
+    )
 
 
 def _refuse_with_ablations(**given: str | None) -> None:
