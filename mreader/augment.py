@@ -69,6 +69,11 @@ class LayerAugmenter:
             for first in range(0, len(self._down), _EXPERTS_AHEAD):  # not all at once: each is a copy
                 some = self._down[first : first + _EXPERTS_AHEAD]
                 yield from self._pool.map(lambda down: down.T.contiguous().cpu(), some)
+        elif part == "gate_up_proj_bias":
+            for gate, up in zip(self._layer.gate_bias, self._layer.up_bias, strict=True):
+                yield from (gate.read(self._tensors), up.read(self._tensors))
+        elif part == "down_proj_bias":
+            yield from (bias.read(self._tensors) for bias in self._layer.down_bias)
         else:
             yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
 

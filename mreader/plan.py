@@ -18,6 +18,7 @@ _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 STEPS = (
     ("gate_up_proj",),
     ("down_proj",),
+    ("gate_up_proj_bias", "down_proj_bias"),
     ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs"),
     ("down_norms", "recovery_basis", "recovery_coeffs"),
 )
@@ -79,7 +80,7 @@ class Plan:
         """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results."""
         mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
         nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
-        _, (down,), sketch, recovery = STEPS
+        _, (down,), _, sketch, recovery = STEPS
         return (
             mapped
             + nbytes[down]

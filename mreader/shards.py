@@ -15,7 +15,7 @@ from mreader.formats.safetensors_file import FileRecord, HashingFile, LazyTensor
 from mreader.plan import SHARD_METADATA, Plan, Shard
 from mreader.progress import Progress
 
-_NATIVE = (".gate_up_proj", ".down_proj")
+_LARGE = (".gate_up_proj", ".down_proj")
 
 
 class ShardWriter:
@@ -95,18 +95,19 @@ class ShardWriter:
         augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device, pool)
         for name in run:
             for piece in augmenter.pieces(name.rpartition(".")[2]):
-                if not name.endswith(_NATIVE):  # those are large, and what is computed from them tells as much
+                if not name.endswith(_LARGE):  # what is computed from those tells as much
                     refuse_non_finite(name, piece)
                 yield piece
 
 
 def _refuse_non_finite_layer(layer: RoutedLayer, tensors: Mapping[str, torch.Tensor]) -> None:
     """SourceError, naming tensor, expert and row, where a weight of `layer` is NaN or infinite."""
-    for matrices in (layer.gate, layer.up, layer.down):
+    for matrices in layer.matrices.values():
         for expert, matrix in enumerate(matrices):
-            finite = torch.isfinite(matrix.read(tensors)).all(dim=1)
+            read = matrix.read(tensors)
+            finite = torch.isfinite(read.reshape(len(read), -1)).all(dim=1)
             if not bool(finite.all()):
-                row = matrix.first + int((~finite).nonzero()[0])
+                row = matrix.row(int((~finite).nonzero()[0]))
                 raise SourceError(
                     f"{matrix.tensor} holds NaN or infinity (expert {expert}, row {row})",
                     "the checkpoint is damaged; download it again or ask its author",

@@ -141,7 +141,7 @@ def _compare_copied(augmented: Augmented, source: Checkpoint, progress: Progress
 
 def _compare_layer(augmented: Augmented, source: Checkpoint, layer: RoutedLayer, pool: Executor) -> None:
     with LazyTensors(source.path, source.where) as there, augmented.tensors() as here:
-        for kind, matrices in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
+        for kind, matrices in layer.matrices.items():
             for expert, matrix in enumerate(matrices):
                 _expect_same(
                     native_matrix(here, layer, kind, expert),

@@ -101,6 +101,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{**_TEXT, "intermediate_size": CHANNELS, "num_local_experts": EXPERTS, "num_experts_per_tok": ROUTED},
+            **{"head_dim": 48, "sliding_window": 32, "swiglu_limit": 0.3},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gemma4_text": ("gemma4_text", _GEMMA4),
     "gemma4": (
         "gemma4",
@@ -294,6 +302,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
     for part, parameter in model.named_parameters():
         if part.startswith("talker.") and ".experts." in part:  # which transformers leaves as the memory was
             torch.nn.init.normal_(parameter, std=0.02)
+        if part.endswith("_proj_bias"):  # which start at zero
+            torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
 

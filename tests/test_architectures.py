@@ -132,7 +132,10 @@ class TestFormats:
         named = {layout["name"]: layout for layout in found["layouts"]}
         assert {name for entry in types.values() for name in entry["layouts"]} == set(named)
         assert named["per_expert_w"]["tensors"]["down"] == "{expert}.w2.weight"
-        assert [name for name, layout in named.items() if layout["transposed"]] == ["fused_transposed"]
+        assert [name for name, layout in named.items() if layout["transposed"]] == [
+            "fused_transposed",
+            "fused_interleaved",
+        ]
 
     def test_text_names_every_type_and_layout(self) -> None:
         found, shown = json.loads(mreader("formats", "--json").out), mreader("formats").out
@@ -143,7 +146,7 @@ class TestFormats:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gpt_oss", "biases"),
+        ("openai_privacy_filter", "no decode steps"),
         ("llama4", "experts' input"),
         ("muse_spark", "norm"),
         ("nemotron_h", "no gate"),

@@ -18,9 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
-import mreader
 from mreader.convert import plan_conversion
-from mreader.errors import UnsupportedError
 from mreader.formats.augmented import DEFAULT_OPTIONS
 
 SHARD = 5_000_000_000
@@ -179,17 +177,6 @@ def test_plan(name: str, tmp_path: Path) -> None:
     assert {tensor for shard in plan.shards for tensor in shard.tensors} >= set(more)
     # One layer three times over at most and one copied tensor, whatever the number of layers
     assert plan.memory < 1_000_000_000 + 3 * (2 * 3 * E * I * H) + max(written)
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
-def test_gpt_oss_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    config = {
-        **{"model_type": "gpt_oss", "num_local_experts": 32 if name == "gpt-oss-20b" else 128},
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    write_without_data(tmp_path / name, config, {"model.layers.0.mlp.experts.down_proj_bias": [32, 2880]})
-    with pytest.raises(UnsupportedError, match="biases and clamp"):
-        mreader.convert(tmp_path / name, tmp_path / "out")
 
 
 TWO_LAYERS = {

@@ -39,7 +39,9 @@ def _print_layouts(known: list[Layout]) -> None:
     table = Table("\nlayout", "\ntensors below the experts' prefix", box=None)
     for layout in known:
         names = ", ".join(f"{part} {name}" for part, name in layout.tensors.items())
-        table.add_row(layout.name, escape(names + (" (last two axes swapped)" if layout.transposed else "")))
+        order = {"last two axes swapped": layout.transposed, "gate and up take turns": layout.interleaved}
+        said = ", ".join(what for what, holds in order.items() if holds)
+        table.add_row(layout.name, escape(f"{names} ({said})" if said else names))
     out.print(table)
 
 

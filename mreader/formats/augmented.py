@@ -90,13 +90,20 @@ def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatO
     return FormatOptions(**{name: entry[name] for name in names})
 
 
-def tensor_specs(experts: int, channels: int, hidden: int, dtype: str, options: FormatOptions) -> dict[str, TensorSpec]:
-    """Name below the experts' prefix -> dtype and shape of every tensor of an augmented layer (SPEC.md, Tensors)."""
+def tensor_specs(
+    experts: int, channels: int, hidden: int, dtype: str, options: FormatOptions, biased: bool = False
+) -> dict[str, TensorSpec]:
+    """Name below the experts' prefix -> dtype and shape of every tensor of an augmented layer (SPEC.md, Tensors).
+
+    biased: whether the experts have biases
+    """
     E, I, H, r = experts, channels, hidden, options.rank
     blocks = count_blocks(H)
+    biases = {"gate_up_proj_bias": TensorSpec(dtype, (E, 2, I)), "down_proj_bias": TensorSpec(dtype, (E, H))}
     return {
         "gate_up_proj": TensorSpec(dtype, (E, 2, I, H)),
         "down_proj": TensorSpec(dtype, (E, I, H)),
+        **(biases if biased else {}),
         "sketch_codes": TensorSpec("U8", (E, 2, blocks * BLOCK, options.code.row_bytes(I))),
         "sketch_scales": TensorSpec("F16", (E, 2, blocks, I)),
         "sketch_errors": TensorSpec("BF16", (E, 2, blocks, I)),
@@ -109,7 +116,7 @@ def tensor_specs(experts: int, channels: int, hidden: int, dtype: str, options: 
 
 def layer_tensors(layer: RoutedLayer, options: FormatOptions) -> dict[str, TensorSpec]:
     """`tensor_specs` of one layer."""
-    return tensor_specs(layer.experts, layer.channels, layer.hidden, layer.dtype, options)
+    return tensor_specs(layer.experts, layer.channels, layer.hidden, layer.dtype, options, layer.is_biased)
 
 
 def augmented_tensors(source: Checkpoint, architecture: Architecture, options: FormatOptions) -> dict[str, TensorSpec]:

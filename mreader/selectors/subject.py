@@ -18,9 +18,9 @@ from mreader.augment import LayerAugmenter, experts_side_by_side
 from mreader.backend import layout_on
 from mreader.budget import BlockShape
 from mreader.device import pick_device
-from mreader.errors import SourceError, UsageError
-from mreader.formats.architectures import Matrix, RoutedLayer, find_architecture
-from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions, is_augmented
+from mreader.errors import SourceError, UnsupportedError, UsageError
+from mreader.formats.architectures import Architecture, Matrix, RoutedLayer, find_architecture
+from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions, is_augmented, open_augmented
 from mreader.formats.checkpoint import open_checkpoint
 from mreader.formats.safetensors_file import TORCH_DTYPES
 from mreader.progress import Progress
@@ -92,6 +92,9 @@ def open_subject(
     options: how a source is sketched, None as a conversion does by default; for an augmented one it has to be None
     """
     progress = progress or Progress()
+    _refuse_unknown(
+        open_augmented(path).architecture if is_augmented(path) else find_architecture(open_checkpoint(path))
+    )
     if is_augmented(path):
         if options is not None:
             raise UsageError(
@@ -125,6 +128,15 @@ def open_subject(
         layers.append(Layer(_sketch(module, ordinal, architecture.activation, options), shape))
         progress.advance(1)
     return Subject(model, modules, layers)
+
+
+def _refuse_unknown(architecture: Architecture) -> None:
+    """UnsupportedError for experts whose channels are not phi(g . x) * (v . x), which is all that selectors know."""
+    if architecture.layers[0].is_biased or not get_activation(architecture.activation).is_linear_in_up:
+        raise UnsupportedError(
+            f"selectors do not know the biases or the activation of {architecture.model_type}'s experts",
+            "`mreader eval` without --selector measures the reader",
+        )
 
 
 def _of_augmented(model: PreTrainedModel) -> Subject:
