@@ -4,10 +4,11 @@ E experts, H hidden size, I channels of an expert, r rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from mreader.recovery import recovery_basis, recovery_coeffs
 from mreader.sketch import Sketch, draw_signs, sketch_matrices
 
 _EXPERTS_ON_GPU = 16  # coded side by side: enough to fill it, and far from its memory
-_EXPERTS_AHEAD = 16  # transposed before the first of them is taken
+EXPERTS_AHEAD = 16  # transposed, or dequantized, before the first of them is taken
+A = TypeVar("A")
+B = TypeVar("B")
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -63,12 +66,11 @@ class LayerAugmenter:
 
     def pieces(self, part: str) -> Iterator[Tensor]:
         if part == "gate_up_proj":
-            for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
-                yield from (gate.read(self._tensors), up.read(self._tensors))
+            pairs = list(zip(self._layer.gate, self._layer.up, strict=True))
+            for both in self._ahead(lambda pair: [matrix.read(self._tensors) for matrix in pair], pairs):
+                yield from both
         elif part == "down_proj":
-            for first in range(0, len(self._down), _EXPERTS_AHEAD):  # not all at once: each is a copy
-                some = self._down[first : first + _EXPERTS_AHEAD]
-                yield from self._pool.map(lambda down: down.T.contiguous().cpu(), some)
+            yield from self._ahead(lambda down: down.T.contiguous().cpu(), self._down)
         elif part == "gate_up_proj_bias":
             for gate, up in zip(self._layer.gate_bias, self._layer.up_bias, strict=True):
                 yield from (gate.read(self._tensors), up.read(self._tensors))
@@ -76,6 +78,11 @@ class LayerAugmenter:
             yield from (bias.read(self._tensors) for bias in self._layer.down_bias)
         else:
             yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
+
+    def _ahead(self, function: Callable[[A], B], experts: Sequence[A]) -> Iterator[B]:
+        """`function` of each expert, not of all at once: each result may be a copy."""
+        for first in range(0, len(experts), EXPERTS_AHEAD):
+            yield from self._pool.map(function, experts[first : first + EXPERTS_AHEAD])
 
     @cached_property
     def sketch(self) -> dict[str, Tensor]:

@@ -12,6 +12,9 @@ from mreader.formats.safetensors_file import TensorSpec, encode_header
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
 # What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread.
 _BASE_MEMORY = 700_000_000
+# Of quantized weights: experts on their way through `mreader.augment`, its threads' last ones included, and what is
+# needed beside a dequantized tensor, in its own size.
+_EXPERTS_ON_THE_WAY, _DEQUANTIZING_COPIES = 32, 3
 # Results are joined from the experts' parts; those of the recovery map are float32 first.
 _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
@@ -72,17 +75,33 @@ class Plan:
         """An upper estimate of the resident memory: the largest layer, still to be written, and the largest copied
         tensor, which may be looked at in the meantime.
         """
-        transformed = self.architecture.transformed
-        copied = max((spec.nbytes for name, spec in self.source.tensors.items() if name not in transformed), default=0)
-        return max(self._layer_memory(layer) for layer in self.architecture.layers) + copied + _BASE_MEMORY
+        copied = [
+            self._copied_memory(name) for name in self.source.tensors if name not in self.architecture.transformed
+        ]
+        layers = [self._layer_memory(layer) for layer in self.architecture.layers]
+        return max(layers) + max(copied, default=0) + _BASE_MEMORY
+
+    def _copied_memory(self, name: str) -> int:
+        if name not in self.source.packed:
+            return self.source.spec(name).nbytes
+        return self.source.stored_bytes(name) + (1 + _DEQUANTIZING_COPIES) * self.source.spec(name).nbytes
 
     def _layer_memory(self, layer: RoutedLayer) -> int:
-        """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results."""
-        mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
+        """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results.
+
+        What is dequantized is in no file: as much of it may be queued as is mapped, and the recovery map needs all
+        down projections at once.
+        """
+        mapped = sum(map(self.source.stored_bytes, layer.tensors))
         nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
-        _, (down,), _, sketch, recovery = STEPS
+        (gate_up,), (down,), _, sketch, recovery = STEPS
+        dequantized = 0
+        if not self.source.packed.keys().isdisjoint(layer.tensors):
+            expert = (nbytes[gate_up] + nbytes[down]) // layer.experts
+            dequantized = mapped + nbytes[down] + _EXPERTS_ON_THE_WAY * expert
         return (
             mapped
+            + dequantized
             + nbytes[down]
             + _SKETCH_COPIES * sum(nbytes[part] for part in sketch)
             + _RECOVERY_COPIES * sum(nbytes[part] for part in recovery)

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from mreader.augment import LayerAugmenter, refuse_non_finite
 from mreader.background import BackgroundWriter
+from mreader.dequantize import open_tensors
 from mreader.errors import MreaderError, SourceError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import layer_tensors
-from mreader.formats.safetensors_file import FileRecord, HashingFile, LazyTensors, as_bytes, data_order, encode_header
+from mreader.formats.safetensors_file import FileRecord, HashingFile, as_bytes, data_order, encode_header
 from mreader.plan import SHARD_METADATA, Plan, Shard
 from mreader.progress import Progress
 
@@ -46,15 +48,14 @@ class ShardWriter:
         found: dict[str, None] = {}
         for name in shard.tensors:
             layer = self._layer_of(name)
-            found |= dict.fromkeys(self._source.where[tensor] for tensor in (layer.tensors if layer else [name]))
+            stored = chain.from_iterable(map(self._source.stored, layer.tensors if layer else [name]))
+            found |= dict.fromkeys(self._source.on_disk.where[tensor] for tensor in stored)
         return list(found)
 
     @property
     def _queued_bytes(self) -> int:
-        """What may wait to be written: one layer, most of it views of the mapped source."""
-        return max(
-            sum(self._source.spec(name).nbytes for name in layer.tensors) for layer in self._plan.architecture.layers
-        )
+        """What may wait to be written: one layer as it is stored, most of it views of the mapped source."""
+        return max(sum(map(self._source.stored_bytes, layer.tensors)) for layer in self._plan.architecture.layers)
 
     def _layer_of(self, name: str) -> RoutedLayer | None:
         """The layer that the augmented tensor `name` belongs to; None for a copied tensor."""
@@ -74,7 +75,7 @@ class ShardWriter:
     def _write_run(self, writer: BackgroundWriter, run: Sequence[str], pool: Executor) -> None:
         """Tensors of one layer, or one copied tensor."""
         layer = self._layer_of(run[0])
-        with LazyTensors(self._source.path, self._source.where) as tensors:
+        with open_tensors(self._source) as tensors:
             if layer is None:
                 refuse_non_finite(run[0], tensors[run[0]])
                 writer.put(as_bytes(tensors[run[0]]))
@@ -90,7 +91,7 @@ class ShardWriter:
                 raise
 
     def _pieces(
-        self, layer: RoutedLayer, run: Sequence[str], tensors: LazyTensors, pool: Executor
+        self, layer: RoutedLayer, run: Sequence[str], tensors: Mapping[str, torch.Tensor], pool: Executor
     ) -> Iterator[torch.Tensor]:
         augmenter = LayerAugmenter(layer, tensors, self._plan.options, self._device, pool)
         for name in run:

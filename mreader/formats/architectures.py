@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mreader.errors import MreaderError, SourceError, UnsupportedError
+from mreader.errors import MreaderError, QuantizedError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
+from mreader.formats.quantized import METHODS, quantization
 from mreader.formats.safetensors_file import TensorSpec
 
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
@@ -51,13 +52,24 @@ class Matrix:
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """gate, up: (I, H); down: (H, I); biases of them: (I,) and (H,), in the tensor's own dtype; a view."""
-        tensor = tensors[self.tensor]
-        whole = tensor if self.expert is None else tensor[self.expert]
+        whole = tensors[self.tensor] if self.expert is None else slice_of(tensors, self.tensor, self.expert)
         return (whole.T if self.transposed else whole)[self.first : self.last : self.step]
 
     def row(self, number: int) -> int:
         """The row of the slice that is this matrix's row `number`."""
         return self.first + self.step * number
+
+
+@runtime_checkable
+class Sliceable(Protocol):
+    """Tensors that can be had slice by slice, where a whole one would have to be computed first."""
+
+    def slice(self, name: str, index: int) -> torch.Tensor: ...
+
+
+def slice_of(tensors: Mapping[str, torch.Tensor], name: str, index: int) -> torch.Tensor:
+    """`tensors[name][index]`, without the rest of it where that can be."""
+    return tensors.slice(name, index) if isinstance(tensors, Sliceable) else tensors[name][index]
 
 
 @dataclass(frozen=True)
@@ -328,14 +340,12 @@ def _wrong(what: str, value: Any, kind: str) -> SourceError:
 
 
 def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    for part in (config, _inner(config, "text_config")):
-        quantization = part.get("quantization_config") or part.get("compression_config")
-        if not quantization:
-            continue
-        named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        method = str(named or "unknown").lower()
+    if announced := quantization(config):
+        method, _ = announced
         if method == "mreader":
             raise UnsupportedError("this checkpoint is augmented already", "`mreader restore` gives its source back")
+        if method in METHODS:
+            raise QuantizedError(method)
         raise _quantized(method)
 
 

@@ -15,6 +15,7 @@ from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
+from mreader.formats.quantized import dequantized
 from mreader.formats.safetensors_file import LazyTensors, TensorSpec, parse_header
 
 METHOD = "mreader"
@@ -140,7 +141,7 @@ class Augmented:
     checkpoint:   the folder as it is
     options:      how it was converted
     manifest:     the manifest, parsed
-    source:       the checkpoint that it was made from, headers and texts only
+    source:       the checkpoint that it was made from, headers and texts only; a quantized one as it would be in full
     architecture: the routed experts of that source
     """
 
@@ -185,7 +186,7 @@ def open_augmented(folder: Path) -> Augmented:
     checkpoint = open_checkpoint(folder)
     options = parse_config_entry(checkpoint.config.get("quantization_config") or {}, str(folder))
     manifest = read_manifest(folder)
-    source = _recorded_source(_read_json(folder / SOURCE), manifest)
+    source = dequantized(_recorded_source(_read_json(folder / SOURCE), manifest))
     architecture = find_architecture(source)
     _compare(checkpoint.tensors, augmented_tensors(source, architecture, options))
     return Augmented(checkpoint, options, manifest, source, architecture)

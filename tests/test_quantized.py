@@ -1,0 +1,560 @@
+"""Sources with quantized weights: quantized here, in the form that each method has on disk, and converted.
+
+What a method makes of a weight is computed here as well, in its simplest form: the checkpoint with those weights in
+full says what has to come out.
+"""
+
+# R rows of a weight, C its columns
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import EXPERTS, HIDDEN, VOCABULARY, save_tiny
+from commands import contents
+from commands import mreader as command
+from safetensors.torch import load_file, save_file
+from sources import INDEX, all_tensors, edit_json, read_json
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import mreader
+from mreader import shards as shard_writing
+from mreader.card import model_card, read_facts
+from mreader.formats.augmented import open_augmented
+from mreader.runtime import reader_mode, set_budget
+
+Stored = dict[str, Tensor]
+Quantizer = Callable[[str, Tensor], tuple[Stored, Tensor]]
+TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+USAGE, SOURCE, VERIFY, UNSUPPORTED = 2, 3, 5, 6
+GROUP = 16
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def is_quantized(name: str) -> bool:
+    """Every linear layer but the router and the head, as is usual."""
+    return "_proj.weight" in name
+
+
+# ---------------------------------------------------------------- quantizers: name, weight -> on disk, in full
+
+
+def mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """Of gpt-oss's experts (E, C, R): 32 values of a column r share an exponent."""
+    columns = weight.float().mT.unflatten(-1, (-1, 32))  # (E, R, C / 32, 32)
+    exponents = torch.floor(torch.log2(columns.abs().amax(-1) / 6)).clamp(-127, 127)
+    scaled = columns / torch.exp2(exponents).unsqueeze(-1)
+    levels = torch.tensor(E2M1 + [-level for level in E2M1])
+    codes = (scaled.unsqueeze(-1) - levels).abs().argmin(-1)
+    full = (levels[codes] * torch.exp2(exponents).unsqueeze(-1)).flatten(-2).mT.bfloat16()
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}, full
+
+
+def fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """A scale for each block of 64 x 128, the last ones cut off."""
+    codes, full = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    scales = torch.empty(-(-len(weight) // 64), -(-weight.shape[1] // 128))
+    for i, rows in enumerate(weight.float().split(64)):
+        for j, block in enumerate(rows.split(128, 1)):
+            scale = scales[i, j] = block.abs().max() / 448
+            some = slice(64 * i, 64 * i + len(block)), slice(128 * j, 128 * j + block.shape[1])
+            codes[some] = (block / scale).to(codes.dtype)
+            full[some] = codes[some].float() * scale
+    return {name: codes, f"{name}_scale_inv": scales}, full.bfloat16()
+
+
+def fp8_of_a_tensor(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """One scale, and one that was for activations."""
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    stem = name.removesuffix(".weight")
+    stored = {name: codes, f"{name}_scale_inv": scale, f"{stem}.activation_scale": torch.ones(())}
+    return stored, (codes.float() * scale).bfloat16()
+
+
+def groups_of(weight: Tensor, lowest: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """codes (R, C) from 0 to steps, zeros and scales (R, groups); zeros in the middle unless lowest is 0."""
+    parts = weight.float().unflatten(-1, (-1, GROUP))
+    if lowest == 0:
+        low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+        scales = ((high - low) / steps).half().float()
+        zeros = (-low / scales).round().clamp(1, steps)
+    else:
+        scales = (parts.abs().amax(-1) / -lowest).bfloat16().float()
+        zeros = torch.full_like(scales, -lowest)
+    codes = (parts / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, steps).flatten(-2)
+    return codes.int(), zeros.int(), scales
+
+
+def in_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """(M, N) codes of 4 bits -> (M, N / 8) int32, code order[i] of eight in bits 4 i and up."""
+    words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
+    for i, place in enumerate(order):
+        words |= codes[:, place::8].long() << (4 * i)
+    return words.to(torch.int32)
+
+
+def compressed(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    codes, _, scales = groups_of(weight, -8, 15)
+    full = (codes - 8).bfloat16() * scales.bfloat16().repeat_interleave(GROUP, 1)
+    shape = torch.tensor(weight.shape)
+    stored = {f"{name}_packed": in_words(codes), f"{name}_scale": scales.bfloat16(), f"{name}_shape": shape}
+    return stored, full
+
+
+def compressed_with_zeros(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    codes, zeros, scales = groups_of(weight, 0, 15)
+    scale = scales.bfloat16()
+    full = (codes - zeros.repeat_interleave(GROUP, 1)).bfloat16() * scale.repeat_interleave(GROUP, 1)
+    stored = {f"{name}_packed": in_words(codes), f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+    return {**stored, f"{name}_zero_point": in_words(zeros.T).T.contiguous()}, full
+
+
+def compressed_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """A scale a row; activations in FP8 as well, with a scale of their own."""
+    scales = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+    codes = (weight.float() / scales.float()).to(torch.float8_e4m3fn)
+    stem = name.removesuffix(".weight")
+    return {name: codes, f"{name}_scale": scales, f"{stem}.input_scale": torch.ones(1)}, codes.bfloat16() * scales
+
+
+def gptq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    codes, zeros, scales = groups_of(weight, 0, 15)
+    groups = torch.arange(weight.shape[1]) // GROUP
+    stem = name.removesuffix(".weight")
+    stored = {
+        "qweight": in_words(codes).T,
+        "qzeros": in_words(zeros.T - 1),
+        "scales": scales.T.half(),
+        "g_idx": groups.int(),
+    }
+    return {f"{stem}.{part}": t.contiguous() for part, t in stored.items()}, in_full(codes, zeros, scales, groups)
+
+
+def gptq_in_the_order_of_activations(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """`desc_act`: the columns of a group lie anywhere. Version 2: zeros as they are."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+    codes, zeros, scales = groups_of(weight[:, order], 0, 15)
+    groups = torch.empty(weight.shape[1], dtype=torch.int64)
+    groups[order] = torch.arange(weight.shape[1]) // GROUP
+    codes = codes[:, order.argsort()]
+    stem = name.removesuffix(".weight")
+    stored = {
+        "qweight": in_words(codes).T,
+        "qzeros": in_words(zeros.T),
+        "scales": scales.T.half(),
+        "g_idx": groups.int(),
+    }
+    return {f"{stem}.{part}": t.contiguous() for part, t in stored.items()}, in_full(codes, zeros, scales, groups)
+
+
+def awq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    codes, zeros, scales = groups_of(weight, 0, 15)
+    order, stem = (0, 2, 4, 6, 1, 3, 5, 7), name.removesuffix(".weight")
+    stored = {"qweight": in_words(codes.T, order), "qzeros": in_words(zeros.T, order), "scales": scales.T.half()}
+    full = in_full(codes, zeros, scales, torch.arange(weight.shape[1]) // GROUP)
+    return {f"{stem}.{part}": t.contiguous() for part, t in stored.items()}, full
+
+
+def in_full(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    return ((codes - zeros[:, groups]).float() * scales[:, groups]).bfloat16()
+
+
+# ---------------------------------------------------------------- cases
+
+
+def scheme(**weights: Any) -> dict[str, Any]:
+    group = {"weights": weights, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+_OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model type quantized by a method.
+
+    settings: quantization_config
+    chosen:   which tensors are quantized
+    changes:  of the tiny model's config
+    side:     a file beside the weights that says how they are quantized
+    """
+
+    model_type: str
+    quantizer: Quantizer
+    settings: dict[str, Any]
+    chosen: Callable[[str], bool] = is_quantized
+    changes: dict[str, Any] = field(default_factory=dict)
+    side: str | None = None
+
+    @property
+    def method(self) -> str:
+        return str(self.settings["quant_method"])
+
+
+_FP8 = {"quant_method": "fp8", "weight_block_size": [64, 128], "activation_scheme": "dynamic"}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+_FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+CASES: dict[str, Case] = {
+    "gpt_oss, MXFP4": Case(
+        *("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+        chosen=lambda name: name.endswith(_OF_EXPERTS),
+        changes={"intermediate_size": 96},  # MXFP4 goes by 32
+    ),
+    "deepseek_v3, FP8": Case("deepseek_v3, one layer predicts", fp8, _FP8),
+    "qwen3_moe, FP8": Case("qwen3_moe", fp8, _FP8),
+    "olmoe, FP8 with a scale a tensor": Case("olmoe", fp8_of_a_tensor, {"quant_method": "fp8"}),
+    "deepseek_v3, compressed-tensors": Case(
+        *("deepseek_v3", compressed, {**scheme(**_INT4, symmetric=True), "format": "pack-quantized"}),
+        chosen=lambda name: ".experts." in name,
+    ),
+    "mixtral, compressed-tensors with zeros": Case(
+        *("mixtral", compressed_with_zeros, {**scheme(**_INT4, symmetric=False), "format": "pack-quantized"}),
+        chosen=lambda name: name.endswith(("w1.weight", "w2.weight", "w3.weight")),
+    ),
+    "qwen3_moe, compressed-tensors in FP8": Case(
+        "qwen3_moe", compressed_fp8, {**scheme(**_FLOAT8), "format": "float-quantized"}
+    ),
+    "qwen3_moe, GPTQ": Case("qwen3_moe", gptq, _GPTQ, side="quantize_config.json"),
+    "olmoe, GPTQ version 2 by activation order": Case(
+        "olmoe", gptq_in_the_order_of_activations, {**_GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"}
+    ),
+    "qwen3_moe, AWQ": Case("qwen3_moe", awq, _AWQ, side="quant_config.json"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """The folders of one case: quantized, the same in full, and both converted."""
+
+    case: Case
+    source: Path
+    full: Path
+    out: Path
+    expected: Path
+
+
+def make(case: Case, folder: Path, shards: int = 1) -> tuple[Path, Path]:
+    """(quantized checkpoint, the same in full)."""
+    full, source = folder / "full", folder / "source"
+    save_tiny(full, case.model_type, **case.changes)
+    (full / "tokenizer.json").write_text('{"version": "1.0"}')
+    tensors, stored = load_file(full / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if case.chosen(name):
+            parts, tensors[name] = case.quantizer(name, tensor)
+            stored |= parts
+        else:
+            stored[name] = tensor
+    shutil.copytree(full, source)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, full / "model.safetensors", {"format": "pt"})
+    edit_json(source / "config.json", lambda config: config.update(quantization_config=case.settings))
+    if case.side:
+        (source / case.side).write_text(json.dumps(case.settings))
+    (source / "model.safetensors").unlink()
+    deal_out(source, stored, shards)
+    return source, full
+
+
+def deal_out(folder: Path, tensors: Stored, shards: int) -> None:
+    """Into so many files by turns, so that weights and their scales are apart."""
+    where = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
+        some = sorted(tensors)[i::shards]
+        save_file({n: tensors[n].contiguous() for n in some}, folder / name, {"format": "pt"})
+        where |= dict.fromkeys(some, name)
+    if shards > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("quantized")
+    source, full = make(case, folder)
+    mreader.convert(full, folder / "expected", device="cpu")
+    ran = command("convert", source, folder / "out", "--dtype", "bfloat16", "--device", "cpu", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["quantized"] == case.method
+    return Made(case, source, full, folder / "out", folder / "expected")
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small FP8 source."""
+    return make(Case("olmoe", fp8, _FP8), tmp_path_factory.mktemp("fp8"))[0]
+
+
+def test_the_result_is_that_of_the_dequantized_model(made: Made) -> None:
+    found, expected = all_tensors(made.out), all_tensors(made.expected)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+    config, plain = (read_json(folder / "config.json") for folder in (made.out, made.expected))
+    assert config == plain
+    names = {path.name for path in made.out.iterdir()}
+    assert "tokenizer.json" in names
+    assert made.case.side not in names
+
+
+def test_it_runs_like_the_dequantized_model(made: Made) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(made.full, dtype=torch.float32).eval()
+    model = mreader.load(made.out, dtype=torch.float32, device="cpu")
+    set_budget(model, channels=1.0)
+    with torch.inference_mode():
+        expected = dense(TOKENS, use_cache=False).logits
+        torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+        with reader_mode(model, "always"):
+            torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_verified_against_the_quantized_source(made: Made) -> None:
+    for arguments in ((), ("--source", made.source)):
+        ran = command("verify", made.out, *arguments)
+        assert ran.code == 0, ran.err
+
+
+def test_restore_says_that_it_gives_the_dequantized_model(made: Made, tmp_path: Path) -> None:
+    ran = command("restore", made.out, tmp_path / "back")
+    assert ran.code == 0, ran.err
+    assert f"holds the dequantized model: the source itself is quantized ({made.case.method})" in ran.err
+    found, expected = all_tensors(tmp_path / "back"), all_tensors(made.full)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_json(tmp_path / "back" / "config.json") == read_json(made.full / "config.json")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in made.full.iterdir()}
+    assert json.loads(command("restore", made.out, tmp_path / "again", "--json").out)["dequantized_from"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_without_dtype_the_error_has_the_command(made: Made, tmp_path: Path) -> None:
+    for dry_run in ([], ["--dry-run"]):
+        ran = command("convert", made.source, tmp_path / "out", *dry_run)
+        assert f"the weights are quantized ({made.case.method})" in ran.cause
+        assert f"`mreader convert {made.source} {tmp_path / 'out'} --dtype bfloat16`" in ran.err
+        assert ran.code == UNSUPPORTED
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_what_it_becomes(made: Made, tmp_path: Path) -> None:
+    ran = command("convert", made.source, tmp_path / "out", "--dtype", "bfloat16", "--dry-run", "--json")
+    facts = json.loads(ran.out)
+    on_disk = sum(path.stat().st_size for path in made.source.glob("*.safetensors"))
+    in_full = sum(path.stat().st_size for path in made.out.glob("*.safetensors"))
+    assert (facts["source_bytes"], sum(facts["shards"].values())) == (on_disk, in_full)
+
+
+def test_the_record_of_the_source_is_that_of_the_quantized_one(made: Made) -> None:
+    record, manifest = (read_json(made.out / f"mreader_{name}.json") for name in ("source", "manifest"))
+    assert json.loads(record["texts"]["config.json"])["quantization_config"] == made.case.settings
+    names = {path.name for path in made.source.iterdir()}
+    assert manifest["source"]["files"].keys() == names
+    assert manifest["source"]["dequantized_from"] == made.case.method
+    assert read_facts(made.out).dequantized_from == made.case.method
+    assert f"dequantized from {made.case.method}" in model_card(read_facts(made.out))
+    assert "bit for bit" not in model_card(read_facts(made.out))
+    assert open_augmented(made.out).source.on_disk.quantized is None
+    assert open_augmented(made.out).source.quantized == made.case.method
+
+
+class TestAcrossShards:
+    """Weights apart from their scales, in seven files."""
+
+    @pytest.mark.parametrize("name", ["gpt_oss, MXFP4", "qwen3_moe, GPTQ"])
+    def test_interrupted_and_resumed(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source, _ = make(CASES[name], tmp_path, shards=7)
+        arguments = {"device": "cpu", "dtype": "bfloat16", "max_shard_bytes": 200_000}
+        mreader.convert(source, tmp_path / "whole", **arguments)
+        write, written = shard_writing.ShardWriter.write, []
+
+        def until_the_third(self: Any, shard: Any, *rest: Any) -> Any:
+            if len(written) == 3:
+                raise KeyboardInterrupt
+            written.append(shard.name)
+            return write(self, shard, *rest)
+
+        monkeypatch.setattr(shard_writing.ShardWriter, "write", until_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            mreader.convert(source, tmp_path / "out", **arguments)
+        monkeypatch.setattr(shard_writing.ShardWriter, "write", write)
+        before = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in written}
+        mreader.convert(source, tmp_path / "out", **arguments)
+        assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in written} == before
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        mreader.restore(tmp_path / "out", tmp_path / "back")
+        expected = all_tensors(tmp_path / "full")
+        assert all(torch.equal(found, expected[name]) for name, found in all_tensors(tmp_path / "back").items())
+        weight_map = read_json(tmp_path / "back" / INDEX)["weight_map"]
+        assert weight_map.keys() == expected.keys()
+        assert {path.name for path in (tmp_path / "back").glob("*.safetensors")} == set(weight_map.values())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def change_tensors(folder: Path, change: Callable[[Stored], Any]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+GATE = "model.layers.1.mlp.experts.4.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(f"{GATE}_scale_inv"), [f"{GATE}_scale_inv is missing", GATE]),
+        (lambda t: t.pop(GATE), [f"{GATE}_scale_inv belongs to a quantized weight (fp8) that is not there"]),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 2)}), [GATE, "its scales are [1, 2], not [2, 2]"]),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.full((2, 2), float("nan"))}), [GATE, "NaN"]),
+        (lambda t: t.update({GATE: t[GATE][:40]}), [GATE, "scales"]),
+    ],
+)
+def test_weights_and_scales_that_do_not_fit(
+    change: Callable[[Stored], Any], words: list[str], olmoe: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(olmoe, tmp_path / "source"))
+    change_tensors(source, change)
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert ran.code == SOURCE
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "code"),
+    [
+        ({**_FP8, "weight_block_size": None}, ["None", "weight_block_size"], SOURCE),
+        ({**_FP8, "weight_block_size": [64]}, ["[64]", "weight_block_size"], SOURCE),
+        ({**_GPTQ, "bits": 3}, ["gptq, 3 bits", "not supported yet"], UNSUPPORTED),
+        ({**_GPTQ, "checkpoint_format": "marlin"}, ["gptq, marlin", "not supported yet"], UNSUPPORTED),
+        ({**_AWQ, "version": "gemv"}, ["awq, gemv", "not supported yet"], UNSUPPORTED),
+        ({**scheme(), "format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "not supported yet"], UNSUPPORTED),
+        ({"quant_method": "compressed-tensors"}, ["config_groups"], SOURCE),
+        ({**scheme(**_FLOAT8), "format": "float-quantized"}, [".weight_scale is missing"], SOURCE),
+        ({"quant_method": "mxfp4"}, ["belongs to a quantized weight (mxfp4) that is not there"], SOURCE),
+        ({"quant_method": "bitsandbytes"}, ["quantized (bitsandbytes)", "not supported yet"], UNSUPPORTED),
+        ({"quant_method": "mreader"}, ["augmented already"], UNSUPPORTED),
+    ],
+)  # fmt: skip
+def test_variants_that_are_not_known(
+    settings: dict[str, Any], words: list[str], code: int, olmoe: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(olmoe, tmp_path / "source"))
+    edit_json(source / "config.json", lambda config: config.update(quantization_config=settings))
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert ran.code == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_there_twice(tmp_path: Path) -> None:
+    source, _ = make(CASES["qwen3_moe, AWQ"], tmp_path)
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    change_tensors(source, lambda tensors: tensors.update({name: torch.ones(80, HIDDEN).bfloat16()}))
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert f"{name} is there both quantized and not" in ran.cause
+    assert ran.code == SOURCE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "words"),
+    [
+        (torch.float32, "bfloat16", ["the weights are F32, and not quantized"]),
+        (torch.bfloat16, "float16", ["dtype is float16"]),
+    ],
+)
+def test_other_dtypes_are_refused(dtype: torch.dtype, asked: str, words: list[str], tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", "olmoe", dtype=dtype)
+    ran = command("convert", tmp_path / "source", tmp_path / "out", "--dtype", asked)
+    assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert ran.code == USAGE
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_bf16_are_what_is_asked_for(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", "olmoe")
+    assert command("convert", tmp_path / "source", tmp_path / "out", "--dtype", "bfloat16").code == 0
+
+
+def test_columns_in_the_order_of_activations_of_compressed_tensors(tmp_path: Path) -> None:
+    """Its own decompression does not look at the order."""
+    source, _ = make(CASES["qwen3_moe, compressed-tensors in FP8"], tmp_path)
+    change_tensors(source, lambda tensors: tensors.update({f"{GATE}_g_idx": torch.zeros(HIDDEN).int()}))
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert "compressed-tensors, weight_g_idx" in ran.cause
+    assert ran.code == UNSUPPORTED
+
+
+def test_a_config_that_announces_what_is_not_there(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", "olmoe")
+    edit_json(tmp_path / "source" / "config.json", lambda config: config.update(quantization_config=_FP8))
+    ran = command("convert", tmp_path / "source", tmp_path / "out", "--dtype", "bfloat16")
+    assert "config.json announces quantized weights (fp8), and there are none" in ran.cause
+    assert ran.code == SOURCE
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = make(CASES["deepseek_v3, compressed-tensors"], tmp_path)
+    monkeypatch.setattr("mreader.formats.quantized.find_spec", lambda name: None)
+    for dry_run in ([], ["--dry-run"]):
+        ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16", *dry_run)
+        assert "compressed-tensors, which is not installed" in ran.cause
+        assert "mreader[compressed-tensors]" in ran.err
+        assert ran.code == UNSUPPORTED
+        assert not (tmp_path / "out").exists()
+
+
+def test_another_source_is_found_out_by_verify(olmoe: Path, tmp_path: Path) -> None:
+    mreader.convert(olmoe, tmp_path / "out", device="cpu", dtype="bfloat16")
+    other = Path(shutil.copytree(olmoe, tmp_path / "other"))
+    change_tensors(other, lambda tensors: tensors[f"{GATE}_scale_inv"].mul_(2))
+    ran = command("verify", tmp_path / "out", "--source", other)
+    assert GATE in ran.cause
+    assert ran.code == VERIFY
+
+
+def test_a_damaged_checkpoint_is_not_restored(olmoe: Path, tmp_path: Path) -> None:
+    """There is no sha256 of the dequantized source to hold the result against."""
+    mreader.convert(olmoe, tmp_path / "out", device="cpu", dtype="bfloat16")
+    with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    ran = command("restore", tmp_path / "out", tmp_path / "back")
+    assert "model.safetensors has another sha256" in ran.cause
+    assert ran.code == VERIFY
+    assert not (tmp_path / "back").exists()
+
+
+def test_only_the_expert_that_is_asked_for_is_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused layer of gpt-oss-120b would be 6 GB."""
+    source, _ = make(CASES["gpt_oss, MXFP4"], tmp_path)
+    from mreader import dequantize as module
+
+    shapes: list[torch.Size] = []
+    dequantize = module.dequantize
+
+    def note(packed: Any, parts: dict[str, Tensor]) -> Tensor:
+        shapes.append(parts["codes"].shape)
+        return dequantize(packed, parts)
+
+    monkeypatch.setattr(module, "dequantize", note)
+    mreader.convert(source, tmp_path / "out", device="cpu", dtype="bfloat16")
+    assert {shape[0] for shape in shapes} == {1}
+    assert len(shapes) <= 3 * 3 * EXPERTS  # of three layers: gate and up for the weights and for the sketch, down once
