@@ -75,9 +75,8 @@ class Plan:
         """An upper estimate of the resident memory: the largest layer, still to be written, and the largest copied
         tensor, which may be looked at in the meantime.
         """
-        copied = [
-            self._copied_memory(name) for name in self.source.tensors if name not in self.architecture.transformed
-        ]
+        transformed = self.architecture.transformed
+        copied = [self._copied_memory(name) for name in self.source.tensors if name not in transformed]
         layers = [self._layer_memory(layer) for layer in self.architecture.layers]
         return max(layers) + max(copied, default=0) + _BASE_MEMORY
 
