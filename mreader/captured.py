@@ -46,7 +46,10 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     """Why the model cannot decode on a cache of fixed size; None where it can."""
     if not model._supports_default_dynamic_cache():
         return "it has a cache of its own"
-    layers = _static_layers(model, 1, torch.zeros((), dtype=torch.int64))
+    try:
+        layers = _static_layers(model, 1, torch.zeros((), dtype=torch.int64))
+    except KeyError as error:  # transformers looks the types of layers up
+        return f"its cache has layers of {error.args[0]}, of no fixed size"
     others = {type(layer).__name__ for layer in layers if type(layer) not in (_FixedLayer, LinearAttentionLayer)}
     if others:
         return f"its cache has {', '.join(sorted(others))}, of no fixed size"

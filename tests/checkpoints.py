@@ -135,6 +135,8 @@ _GROUPED = {
 }
 _MLA = {**_GROUPED, **_LATENT, "head_dim": 16, "num_key_value_heads": 4}
 _GRANITE = {**_INTERMEDIATE, "num_local_experts": EXPERTS}
+_INDEXED = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 64}
+_CLAMPED = {"swiglu_limit": 0.3, "hc_mult": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 48, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 # Every other type of the table, one case each.
@@ -142,6 +144,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "afmoe": {
         **{**_SHARED, "num_experts": EXPERTS, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 48},
         **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 32},
+    },
+    "aria": {
+        "text_config": {
+            **{**_INTERMEDIATE, "moe_num_experts": EXPERTS, "moe_topk": ROUTED, "moe_num_shared_experts": 1},
+            "model_type": "aria_text",
+        },
+        "vision_config": {**_VISION, "model_type": "idefics3_vision", "num_hidden_layers": 1, "image_size": 28},
+        "projector_patch_to_query_dict": {"4": 2},
     },
     "axk1": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
     "axk2": {**_MLA, "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 32},
@@ -159,7 +169,13 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
-    "deepseek_v32": {**_MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64},
+    "deepseek_v32": {**_MLA, **_INDEXED},
+    "deepseek_v4": {
+        **{**_SHARED, **_CLAMPED, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_hidden_layers": 3},
+        **{"intermediate_size": CHANNELS, "num_key_value_heads": 1, "head_dim": 48, "sliding_window": 32},
+        **{"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+        **{"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8},
+    },
     "dots1": {**_GROUPED, "n_shared_experts": 2},
     "ernie4_5_moe": {
         **{**_SHARED, "moe_k": ROUTED, "moe_num_experts": EXPERTS, "moe_num_shared_experts": 1},
@@ -174,7 +190,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "flint": {**_QWEN2, "num_hidden_layers": 2, "mlp_only_layers": [0]},
     "glm4_moe": {**_GROUPED, "use_qk_norm": True},
     "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
-    "glm_moe_dsa": {**_MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64},
+    "glm_moe_dsa": {**_MLA, **_INDEXED},
+    "glm5_next": {
+        "text_config": {
+            **{**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"], "qk_rope_head_dim": 0},
+            **{"linear_head_dim": 32, "linear_num_heads": 4, "layer_types": ["linear_attention", "indexed_attention"]},
+        },
+        "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN},
+    },
     "glm4v_moe": {
         "text_config": {
             **_GROUPED,
@@ -196,6 +219,7 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
         **{**_SHARED, "num_experts": EXPERTS, "num_shared_experts": 1, "head_dim": 48, "num_hidden_layers": 2},
         **{"mlp_layer_types": ["dense", "sparse"], "initializer_range": 0.02},
     },
+    "hy_v4": {**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"]},
     "jamba": {
         **{**_INTERMEDIATE, "num_experts": EXPERTS, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 12},
@@ -219,6 +243,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     },
     "minimax": {**_GRANITE, "head_dim": 48, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {**_GRANITE, "head_dim": 48},
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_GRANITE, "head_dim": 48, "rotary_dim": 24, "dense_intermediate_size": 96, "swiglu_limit": 0.3},
+            **{"shared_intermediate_size": 64, "mlp_layer_types": ["dense", "sparse"]},
+        },
+        "vision_config": {**_VISION, "num_hidden_layers": 1, "image_size": 28},
+        "projector_hidden_size": 64,
+    },
     "phimoe": _GRANITE,
     "qwen3_next": {**_QWEN3_5, "intermediate_size": 96, "mlp_only_layers": [0]},
     "qwen3_omni_moe": {

@@ -134,6 +134,7 @@ class TestFormats:
         assert named["per_expert_w"]["tensors"]["down"] == "{expert}.w2.weight"
         assert [name for name, layout in named.items() if layout["transposed"]] == [
             "fused_transposed",
+            "fused_fc",
             "fused_interleaved",
         ]
 

@@ -34,7 +34,7 @@ from mreader.runtime import reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
 NEW_TOKENS = 16
-OWN_CACHE = {"axk2", "deepseek_v32", "glm_moe_dsa", "minimax", "zaya"}
+OWN_CACHE = {"axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax", "zaya"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Case:
 
 # One of every layout and of every way to be different; the others are like one of these, and take minutes.
 TELLING = {
+    "aria",
     "olmoe",
     "mixtral",
     "qwen3_5_moe",
@@ -202,15 +203,20 @@ Elementwise = Callable[[Tensor], Tensor]
 def gating_of(source: Path) -> tuple[Elementwise, Elementwise]:
     """phi and psi of a source's experts: a_j = phi(g_j . x + its bias) psi(v_j . x + its bias)."""
     config = read_json(source / "config.json")
-    if config["model_type"] != "gpt_oss":
+    limit = config.get("text_config", config).get("swiglu_limit")
+    if limit is None:
         return ACT2FN[find_architecture(open_checkpoint(source)).activation], lambda up: up
-    limit = config["swiglu_limit"]
+    alpha, shift = (1.702, 1) if config["model_type"] in ("gpt_oss", "minimax_m3_vl") else (1, 0)
 
     def phi(gate: Tensor) -> Tensor:
         least = torch.minimum(gate, torch.full_like(gate, limit))
-        return least / (1 + torch.exp(-1.702 * least))
+        return least / (1 + torch.exp(-alpha * least))
 
-    return phi, lambda up: 1 + torch.minimum(torch.maximum(up, -torch.full_like(up, limit)), torch.full_like(up, limit))
+    def psi(up: Tensor) -> Tensor:
+        edge = torch.full_like(up, limit)
+        return shift + torch.minimum(torch.maximum(up, -edge), edge)
+
+    return phi, psi
 
 
 def read_by_definition(

@@ -443,7 +443,7 @@ def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
         raise _wrong("mlp_layer_types", types, "list of layers")
     every = text.get("moe_layer_freq")  # a number in some types, which nothing follows
     dense = [number for number, is_routed in enumerate(every if isinstance(every, list) else []) if not is_routed]
-    return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind != "sparse")])
+    return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind == "dense")])
 
 
 def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
