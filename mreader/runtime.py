@@ -112,7 +112,10 @@ def expect_format(model: PreTrainedModel, options: FormatOptions, files: list[Pa
     """Give the routed experts of an empty model parameters in the format's shapes and dtypes, on the meta device."""
     experts = [module for _, module in experts_modules(model)]
     if not experts:
-        raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
+        raise SourceError(
+            f"{type(model).__name__} has no routed experts behind the experts interface of transformers",
+            "load the checkpoint's own model class, or upgrade transformers",
+        )
     for module in experts:
         expect_layer(module, options)
     _raise_on_missing_tensors(model)

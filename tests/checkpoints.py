@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     PreTrainedModel,
 )
+from transformers.models.aria import modeling_aria
 
 # Odd on purpose: H is no multiple of 128, I none of 5 or 32, E no power of two.
 HIDDEN, CHANNELS, EXPERTS, ROUTED, LAYERS, VOCABULARY = 192, 80, 6, 3, 3, 96
@@ -105,7 +106,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {
             **{**_TEXT, "intermediate_size": CHANNELS, "num_local_experts": EXPERTS, "num_experts_per_tok": ROUTED},
-            **{"head_dim": 48, "sliding_window": 32, "swiglu_limit": 0.3},
+            **{"head_dim": 48, "sliding_window": 32},
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
@@ -194,7 +195,7 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "glm5_next": {
         "text_config": {
             **{**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"], "qk_rope_head_dim": 0},
-            **{"linear_head_dim": 32, "linear_num_heads": 4, "layer_types": ["linear_attention", "indexed_attention"]},
+            **{"linear_head_dim": 32, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
         },
         "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN},
     },
@@ -220,6 +221,13 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense", "sparse"], "initializer_range": 0.02},
     },
     "hy_v4": {**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v4_vl": {
+        "text_config": {
+            **{**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"], "model_type": "hy_v4_vl_text"},
+            **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "index_head_dim": 96},
+        },
+        "vision_config": {**_VISION, "num_hidden_layers": 1, "image_size": 28, "out_hidden_size": HIDDEN},
+    },
     "jamba": {
         **{**_INTERMEDIATE, "num_experts": EXPERTS, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 12},
@@ -314,8 +322,10 @@ MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def is_in_transformers(name: str) -> bool:
-    """Whether the installed transformers has the case's model type."""
-    return MODEL_TYPES[name][0] in CONFIG_MAPPING
+    """Whether the installed transformers has the case's model type, and its experts behind the experts interface."""
+    return MODEL_TYPES[name][0] in CONFIG_MAPPING and (
+        name != "aria" or hasattr(getattr(modeling_aria, "AriaExperts", None), "_apply_gate")
+    )
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> PreTrainedModel:
@@ -334,8 +344,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
     for part, parameter in model.named_parameters():
         if part.startswith("talker.") and ".experts." in part:  # which transformers leaves as the memory was
             torch.nn.init.normal_(parameter, std=0.02)
-        if part.endswith("_proj_bias"):  # which start at zero
-            torch.nn.init.normal_(parameter, std=0.1)
+        if part.endswith("_proj_bias"):  # which start at zero; some of gate and up beyond their limits
+            torch.nn.init.normal_(parameter, std=4 if part.endswith("gate_up_proj_bias") else 0.1)
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mreader
 from mreader import backend, captured, experts
+from mreader.activations import get_activation
 from mreader.budget import DISK
 from mreader.captured import why_not_static
+from mreader.errors import UnsupportedError
 from mreader.formats.architectures import find_architecture
 from mreader.formats.checkpoint import open_checkpoint
 from mreader.runtime import reader_mode, runtime_of, set_budget
@@ -119,6 +122,16 @@ class TestWhereKernelsRun:
         assert runtime_of(model).shape.layout is DISK
         assert runtime_of(model).shape.biased
 
+    def test_the_kernels_refuse_the_layer(self, model: PreTrainedModel) -> None:
+        pytest.importorskip("triton")
+        from mreader.kernels.decode import repack
+
+        layer = experts._layer_of(model.model.layers[0].mlp.experts, torch.device("cpu"))
+        silu, clamped = get_activation("silu"), layer.activation
+        for other in (replace(layer, activation=silu), replace(layer, down_bias=None, activation=clamped)):
+            with pytest.raises(UnsupportedError, match="the kernels do not know the experts' biases or activation"):
+                repack(other)
+
     def test_steps_are_not_captured(self, model: PreTrainedModel) -> None:
         assert why_not_static(model) == "the kernels do not know its experts' biases or activation"
 
@@ -142,7 +155,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "activation"),
         [
-            ({}, "clamped_swiglu(alpha=1.702, limit=0.3)"),
+            ({}, "clamped_swiglu(alpha=1.702, limit=7.0)"),
             ({"swiglu_alpha": None, "swiglu_limit": None}, "clamped_swiglu(alpha=1.702, limit=7.0)"),
             ({"swiglu_alpha": 2, "swiglu_limit": 5.5}, "clamped_swiglu(alpha=2.0, limit=5.5)"),
         ],

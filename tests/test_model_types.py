@@ -34,7 +34,7 @@ from mreader.runtime import reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
 NEW_TOKENS = 16
-OWN_CACHE = {"axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax", "zaya"}
+OWN_CACHE = {"axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "minimax", "zaya"}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ Elementwise = Callable[[Tensor], Tensor]
 def gating_of(source: Path) -> tuple[Elementwise, Elementwise]:
     """phi and psi of a source's experts: a_j = phi(g_j . x + its bias) psi(v_j . x + its bias)."""
     config = read_json(source / "config.json")
-    limit = config.get("text_config", config).get("swiglu_limit")
+    limit = config.get("text_config", config).get("swiglu_limit", 7.0 if config["model_type"] == "gpt_oss" else None)
     if limit is None:
         return ACT2FN[find_architecture(open_checkpoint(source)).activation], lambda up: up
     alpha, shift = (1.702, 1) if config["model_type"] in ("gpt_oss", "minimax_m3_vl") else (1, 0)

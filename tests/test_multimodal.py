@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mreader as package
 
-TYPES = ("aria", "gemma4", "glm4v_moe", "glm5_next", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
+TYPES = ("aria", "gemma4", "glm4v_moe", "glm5_next", "hy_v4_vl", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
 
 
 def test_every_multimodal_type_is_tried() -> None:
