@@ -63,11 +63,11 @@ def get_activation(name: str) -> Activation:
 
 
 def _parse(name: str) -> tuple[str, dict[str, float]]:
-    """`swiglu(alpha=1.702, limit=7)` -> ("swiglu", {"alpha": 1.702, "limit": 7.0})."""
+    """`clamped_silu(limit=7)` -> ("clamped_silu", {"limit": 7.0})."""
     match = re.fullmatch(r"(\w+)\((.*)\)", name)
     if match is None:
         return name, {}
-    found = re.findall(r"(\w+)=([-+.\deE]+)", match[2])
+    found = re.findall(r"(\w+)=(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", match[2])
     return match[1], {key: float(value) for key, value in found}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mreader.errors import SourceError
 from mreader.formats.checkpoint import Checkpoint, Packed
 from mreader.formats.quantized import fp8_block, require_package
 from mreader.formats.safetensors_file import LazyTensors
@@ -123,7 +124,14 @@ def _compressed(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
     codes = "weight_packed" if packed.parts["codes"].endswith("_packed") else "weight"
     names = {"codes": codes, "scales": "weight_scale", "zeros": "weight_zero_point", "shape": "weight_shape"}
     state = {names[role]: part for role, part in parts.items()}
-    weight: Tensor = compressor.decompress(state, QuantizationScheme(**settings))["weight"]
+    try:
+        scheme = QuantizationScheme(**settings)
+    except ValueError as error:
+        raise SourceError(
+            f"config.json has a scheme that compressed-tensors refuses: {str(error).splitlines()[0]}",
+            "take the config.json that belongs to the weights",
+        ) from error
+    weight: Tensor = compressor.decompress(state, scheme)["weight"]
     return weight.to(torch.bfloat16)
 
 

@@ -445,6 +445,7 @@ def test_weights_and_scales_that_do_not_fit(
         ({**_AWQ, "version": "gemv"}, ["awq, gemv", "not supported yet"], UNSUPPORTED),
         ({**scheme(), "format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "not supported yet"], UNSUPPORTED),
         ({"quant_method": "compressed-tensors"}, ["config_groups"], SOURCE),
+        ({**scheme(), "format": "float-quantized", "config_groups": {"g": {}}}, [".weight_scale is missing"], SOURCE),
         ({**scheme(**_FLOAT8), "format": "float-quantized"}, [".weight_scale is missing"], SOURCE),
         ({"quant_method": "mxfp4"}, ["belongs to a quantized weight (mxfp4) that is not there"], SOURCE),
         ({"quant_method": "bitsandbytes"}, ["quantized (bitsandbytes)", "not supported yet"], UNSUPPORTED),
@@ -460,6 +461,51 @@ def test_variants_that_are_not_known(
     assert [word for word in words if word not in ran.cause] == [], ran.err
     assert ran.code == code
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"weights": None}, ["no scheme for the weights of model.layers.0.mlp.down_proj"]),
+        ({"targets": ["re:("]}, ["'re:('", "no pattern"]),
+        ({"weights": {**_FLOAT8, "strategy": "tensor"}}, ["down_proj.weight", "its scales are [192, 1], not one"]),
+        ({"weights": {**_FLOAT8, "strategy": "group", "group_size": 16}}, ["its scales are [192, 1], not [192, 6]"]),
+        ({"weights": {**_FLOAT8, "strategy": "block", "block_structure": [64, 64]}}, ["[192, 1], not [3, 2]"]),
+        ({"weights": {**_FLOAT8, "strategy": "spiral"}}, ["'spiral' for strategy"]),
+        ({"weights": {**_FLOAT8, "num_bits": "many"}}, ["a scheme that compressed-tensors refuses"]),
+    ],
+)
+def test_schemes_of_compressed_tensors_that_do_not_fit(
+    group: dict[str, Any], words: list[str], schemed: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(schemed, tmp_path / "source"))
+    edit_json(source / "config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"].update(group))
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert ran.code == SOURCE
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_module_has_the_scheme_that_names_it(schemed: Path, tmp_path: Path) -> None:
+    """As of Kimi: the experts in one scheme, all else in another; here the other one would not fit."""
+    source = Path(shutil.copytree(schemed, tmp_path / "source"))
+    named = {"targets": ["re:.*layers.0.*", "re:.*self_attn.*", "model.layers.1.mlp.experts.0.down_proj"]}
+    other = {"weights": {**_FLOAT8, "strategy": "tensor"}, "targets": ["Linear"]}
+
+    def regroup(config: dict[str, Any]) -> None:
+        groups = config["quantization_config"]["config_groups"]
+        groups["group_0"].update(named)
+        config["quantization_config"]["config_groups"] = {"other": other, **groups}
+
+    edit_json(source / "config.json", regroup)
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
+    assert "model.layers.1.mlp.experts.0.gate_proj.weight cannot be dequantized: its scales are [80, 1]" in ran.cause
+
+
+@pytest.fixture(scope="module")
+def schemed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small source of compressed-tensors in FP8."""
+    return make(CASES["qwen3_moe, compressed-tensors in FP8"], tmp_path_factory.mktemp("schemed"))[0]
 
 
 def test_a_weight_that_is_there_twice(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def require_package(method: str) -> None:
 
 
 def _check(method: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings. UnsupportedError for what `_FORMS` and the formulas of dequantize.py do not cover."""
+    """The settings. UnsupportedError for a variant that METHODS and dequantize.py do not cover."""
     bits, form = settings.get("bits"), str(settings.get("version") or settings.get("checkpoint_format") or "").lower()
     if method in ("gptq", "awq"):
         if bits not in (_INTEGER_BITS if method == "gptq" else (4,)):
@@ -221,7 +221,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# How each form's shapes go together. `a // b` of shapes that do not fit is caught by comparing products.
+# The shape of a weight by those of its parts, which have to fit together.
 
 
 def _of_blocks(specs: Specs, _: Mapping[str, Any]) -> tuple[int, ...]:
@@ -277,15 +277,34 @@ def _grouped(specs: Specs, settings: Mapping[str, Any], rows: int, columns: int)
 
 
 def _of_words(specs: Specs, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """codes [R, C bits / 32] -> [R, C]."""
+    """codes [R, C bits / 32], scales by the strategy -> [R, C]."""
     rows, words = _matrix(specs["codes"])
-    bits = settings["weights"]["num_bits"]
+    bits = settings["weights"].get("num_bits")
     _expect(bits in _INTEGER_BITS, f"{bits} bits")
-    return rows, words * 32 // bits
+    return _by_strategy(specs, settings["weights"], rows, words * 32 // bits)
 
 
-def _of_codes(specs: Specs, _: Mapping[str, Any]) -> tuple[int, ...]:
-    return _matrix(specs["codes"])
+def _of_codes(specs: Specs, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """codes [R, C], scales by the strategy -> [R, C]."""
+    return _by_strategy(specs, settings["weights"], *_matrix(specs["codes"]))
+
+
+def _by_strategy(specs: Specs, weights: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
+    scales = specs["scales"].shape
+    match weights.get("strategy"), weights.get("group_size"), weights.get("block_structure"):
+        case ("group", int(size), _) if size > 0:
+            _expect_shape(specs, "scales", (rows, -(-columns // size)))
+        case ("block", _, [int(height), int(width)]) if height > 0 and width > 0:
+            _expect_shape(specs, "scales", (-(-rows // height), -(-columns // width)))
+        case ("channel", _, _):
+            _expect(scales in ((rows, 1), (rows,)), f"its scales are {list(scales)}, not {[rows, 1]}")
+        case ("tensor", _, _):
+            _expect(math.prod(scales) == 1, f"its scales are {list(scales)}, not one")
+        case (strategy, size, block):
+            raise ValueError(
+                f"config.json says {strategy!r} for strategy, group_size {size!r}, block_structure {block!r}"
+            )
+    return rows, columns
 
 
 def _matrix(spec: TensorSpec) -> tuple[int, int]:
@@ -318,8 +337,15 @@ def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _names(target: str, module: str) -> bool:
     """Whether a target, a module's name or a pattern after `re:`, is that of a module."""
-    pattern = target.removeprefix("re:")
-    return re.match(pattern, module) is not None if pattern != target else target == module
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise SourceError(
+            f"config.json has a target {target!r} that is no pattern: {error}",
+            "take the config.json that belongs to the weights",
+        ) from error
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
