@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from mreader.formats.quantized import fp8_block, require_package
 from mreader.formats.safetensors_file import LazyTensors
 
 _AT_ONCE = 1 << 20  # values: what is wider than a result on the way to it stays in a core's cache
+_MODULES = {
+    "mxfp4": "transformers.integrations.mxfp4",
+    "fp8": "transformers.integrations.finegrained_fp8",
+    "compressed-tensors": "compressed_tensors.compressors",
+}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of rows 0 to 7 among the codes of a word
 
 
@@ -29,9 +35,16 @@ def open_tensors(source: Checkpoint) -> LazyTensors | DequantizedTensors:
 
 
 class DequantizedTensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint that stands for a quantized one, computed whenever they are asked for."""
+    """Tensors of a checkpoint that stands for a quantized one, computed whenever they are asked for.
+
+    Raises UnsupportedError where a package that its method needs is not installed.
+    """
 
     def __init__(self, source: Checkpoint) -> None:
+        if source.quantized:
+            require_package(source.quantized)
+        if module := _MODULES.get(source.quantized or ""):
+            import_module(module)  # now: the threads that dequantize would all begin with it at once
         self._source = source
         self._stored = LazyTensors(source.path, source.on_disk.where)
         self._last = threading.local()
@@ -70,10 +83,7 @@ class DequantizedTensors(Mapping[str, Tensor]):
 
 
 def dequantize(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight in BF16, of the stored tensors in `parts` by their roles.
-
-    Raises UnsupportedError where a package that the method needs is not installed.
-    """
+    """The weight in BF16, of the stored tensors in `parts` by their roles."""
     return _METHODS[packed.method](parts, packed)
 
 
@@ -115,7 +125,6 @@ def _fp8(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
 
 def _compressed(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
     """As compressed-tensors defines its formats: (R, C)."""
-    require_package(packed.method)
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

@@ -563,6 +563,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         assert "mreader[compressed-tensors]" in ran.err
         assert ran.code == UNSUPPORTED
         assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert command("convert", source, tmp_path / "out", "--dtype", "bfloat16", "-q").code == 0
+    monkeypatch.setattr("mreader.formats.quantized.find_spec", lambda name: None)
+    assert command("verify", tmp_path / "out", "-q").code == 0
+    assert command("verify", tmp_path / "out", "--source", source, "-q").code == UNSUPPORTED
 
 
 def test_another_source_is_found_out_by_verify(olmoe: Path, tmp_path: Path) -> None:
