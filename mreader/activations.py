@@ -1,16 +1,21 @@
 """Activations of gated experts, by their Hugging Face name (`hidden_act`), with the derivatives that the scores need.
 
 a = phi(g . x) * (v . x); an error in the estimate of g . x reaches the output through phi'.
+
+A plan asks for no more than the names, so torch, which takes seconds, is imported by the functions that need it.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mreader.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,18 @@ def get_activation(name: str) -> Activation:
     return Activation(name, function, derivative)
 
 
+def _silu(z: Tensor) -> Tensor:
+    from torch.nn.functional import silu
+
+    return silu(z)
+
+
 def _silu_derivative(z: Tensor) -> Tensor:
     return _swish_derivative(z, 1.0)
 
 
 def _quick_gelu(z: Tensor) -> Tensor:
-    return z * torch.sigmoid(1.702 * z)
+    return z * (1.702 * z).sigmoid()
 
 
 def _quick_gelu_derivative(z: Tensor) -> Tensor:
@@ -49,23 +60,35 @@ def _quick_gelu_derivative(z: Tensor) -> Tensor:
 
 
 def _swish_derivative(z: Tensor, beta: float) -> Tensor:
-    gate = torch.sigmoid(beta * z)
+    gate = (beta * z).sigmoid()
     return gate * (1 + beta * z * (1 - gate))
 
 
+def _gelu(z: Tensor) -> Tensor:
+    from torch.nn.functional import gelu
+
+    return gelu(z)
+
+
 def _gelu_derivative(z: Tensor) -> Tensor:
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + (z / math.sqrt(2)).erf()) + z * density
 
 
 def _gelu_tanh(z: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(z, approximate="tanh")
+    from torch.nn.functional import gelu
+
+    return gelu(z, approximate="tanh")
 
 
 def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     slope, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(slope * (z + cubic * z**3))
+    t = (slope * (z + cubic * z**3)).tanh()
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * slope * (1 + 3 * cubic * z.square())
+
+
+def _relu(z: Tensor) -> Tensor:
+    return z.relu()
 
 
 def _relu_derivative(z: Tensor) -> Tensor:
@@ -73,24 +96,32 @@ def _relu_derivative(z: Tensor) -> Tensor:
 
 
 def _relu2(z: Tensor) -> Tensor:
-    return torch.relu(z).square()
+    return _relu(z).square()
 
 
 def _relu2_derivative(z: Tensor) -> Tensor:
-    return 2 * torch.relu(z)
+    return 2 * _relu(z)
+
+
+def _sigmoid(z: Tensor) -> Tensor:
+    return z.sigmoid()
 
 
 def _sigmoid_derivative(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
+    s = _sigmoid(z)
     return s * (1 - s)
 
 
+def _tanh(z: Tensor) -> Tensor:
+    return z.tanh()
+
+
 def _tanh_derivative(z: Tensor) -> Tensor:
-    return 1 - torch.tanh(z).square()
+    return 1 - _tanh(z).square()
 
 
-_SILU = (torch.nn.functional.silu, _silu_derivative)
-_GELU = (torch.nn.functional.gelu, _gelu_derivative)
+_SILU = (_silu, _silu_derivative)
+_GELU = (_gelu, _gelu_derivative)
 _GELU_TANH = (_gelu_tanh, _gelu_tanh_derivative)
 
 _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -104,8 +135,8 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "gelu_pytorch_tanh": _GELU_TANH,
     "gelu_python_tanh": _GELU_TANH,
     "quick_gelu": (_quick_gelu, _quick_gelu_derivative),
-    "relu": (torch.relu, _relu_derivative),
+    "relu": (_relu, _relu_derivative),
     "relu2": (_relu2, _relu2_derivative),
-    "sigmoid": (torch.sigmoid, _sigmoid_derivative),
-    "tanh": (torch.tanh, _tanh_derivative),
+    "sigmoid": (_sigmoid, _sigmoid_derivative),
+    "tanh": (_tanh, _tanh_derivative),
 }

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mreader.backend import current, runs_kernels
 from mreader.formats.augmented import FormatOptions, tensor_specs
-from mreader.formats.safetensors_file import TORCH_DTYPES
+from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
 from mreader.reader import ExpertLayer, read
 

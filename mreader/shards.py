@@ -11,7 +11,8 @@ from mreader.background import BackgroundWriter
 from mreader.errors import MreaderError, SourceError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import layer_tensors
-from mreader.formats.safetensors_file import FileRecord, HashingFile, LazyTensors, as_bytes, data_order, encode_header
+from mreader.formats.safetensors_file import FileRecord, HashingFile, data_order, encode_header
+from mreader.formats.tensors import LazyTensors, as_bytes
 from mreader.plan import SHARD_METADATA, Plan, Shard
 from mreader.progress import Progress
 

@@ -16,8 +16,10 @@ from mreader.errors import SourceError, VerifyError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import MANIFEST, SOURCE, Augmented
 from mreader.formats.checkpoint import Checkpoint, open_checkpoint
-from mreader.formats.codes import BLOCK, Code, unpack, values
-from mreader.formats.safetensors_file import FileRecord, LazyTensors
+from mreader.formats.codes import BLOCK, Code
+from mreader.formats.coding import unpack, values
+from mreader.formats.safetensors_file import FileRecord
+from mreader.formats.tensors import LazyTensors
 from mreader.hashing import changed_files
 from mreader.native import native_matrix, open_to_verify
 from mreader.output import CARD

@@ -18,17 +18,15 @@ from safetensors.torch import load, save
 
 from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.safetensors_file import (
-    DTYPE_NAMES,
     HashingFile,
-    LazyTensors,
     TensorSpec,
-    as_bytes,
     data_order,
     encode_header,
     parse_header,
     read_header,
     sha256_file,
 )
+from mreader.formats.tensors import DTYPE_NAMES, LazyTensors, as_bytes
 
 ITEM_SIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
 HEADER_END = 64

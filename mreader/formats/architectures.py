@@ -3,19 +3,22 @@
 E experts, K routed experts of a token, H hidden size, I channels of one expert.
 """
 
+from __future__ import annotations
+
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
 _FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -47,7 +50,7 @@ class Matrix:
     last: int | None = None
     transposed: bool = False
 
-    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """gate, up: (I, H); down: (H, I), in the tensor's own dtype; a view."""
         tensor = tensors[self.tensor]
         whole = tensor if self.expert is None else tensor[self.expert]

@@ -1,7 +1,8 @@
-"""safetensors files: a strict look at the header, lazy reads, and a writer that streams.
+"""safetensors files: a strict look at the header, and a writer that streams.
 
-The `safetensors` package reads the data (memory-mapped). The header is parsed here as well, because a damaged file must
-be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any weights.
+The `safetensors` package reads the data as tensors (tensors.py). The header is parsed here as well, because a damaged
+file must be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any
+weights.
 The package's own `save_file` needs a whole shard in memory, leaves it mode 0600 and does not flush it to disk; a
 converter that holds one expert at a time writes through `HashingFile`.
 
@@ -19,9 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import safe_open
-
 from mreader.errors import SourceError, UnsupportedError
 
 _BITS = {
@@ -30,15 +28,7 @@ _BITS = {
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16},
     **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
-TORCH_DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
 LFS_POINTER = b"version https://git-lfs"  # how the text begins that Git LFS leaves in place of a file
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can spell it as an escape, UTF-8 cannot
 _LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
 _MOST_AXES = 64
@@ -176,36 +166,6 @@ def _truncated(name: str, size: int, promise: str) -> SourceError:
     )
 
 
-class LazyTensors(Mapping[str, torch.Tensor]):
-    """Memory-mapped tensors of several files, by name; a context manager.
-
-    Pages of a mapped file count as resident until it is closed, so hold one open for a layer, not for a model.
-    """
-
-    def __init__(self, folder: Path, where: Mapping[str, str]) -> None:
-        self._folder, self._where = folder, where
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> "LazyTensors":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file = self._where[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        tensor: torch.Tensor = self._open[file].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
 def data_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
     """The order in which a shard stores its tensors, so that each is aligned without gaps.
 
@@ -308,15 +268,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order; a view where it is contiguous."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: bytes | memoryview = flat.view(torch.uint8).numpy().data
-    return memoryview(data)
 
 
 def sha256_file(path: Path, progress: Callable[[int], None] = lambda _: None, chunk: int = 1 << 22) -> str:
