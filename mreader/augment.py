@@ -1,9 +1,8 @@
-"""The augmented tensors of one layer, each computed when it is first asked for.
+"""What an augmented layer has beside the source's weights, each tensor computed when it is first asked for.
 
 E experts, H hidden size, I channels of an expert, r rank.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from mreader.recovery import recovery_basis, recovery_coeffs
 from mreader.sketch import Sketch, draw_signs, sketch_matrices
 
 _EXPERTS_ON_GPU = 16  # coded side by side: enough to fill it, and far from its memory
-_EXPERTS_AHEAD = 16  # transposed before the first of them is taken
-_CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @contextmanager
@@ -45,9 +42,8 @@ def experts_side_by_side(device: torch.device) -> Iterator[Executor]:
 
 
 class LayerAugmenter:
-    """Computes an augmented layer from its source tensors, on `device`, experts side by side in `pool`.
-
-    `pieces(part)` gives the CPU tensors whose bytes, one after the other, are the data of the tensor `part`.
+    """Computes sketch, norms and recovery map of a layer from its source tensors, on `device`, experts side by side in
+    `pool`.
     """
 
     def __init__(
@@ -61,16 +57,9 @@ class LayerAugmenter:
         self._layer, self._tensors, self._options = layer, tensors, options
         self._device, self._pool = device, pool
 
-    def pieces(self, part: str) -> Iterator[Tensor]:
-        if part == "gate_up_proj":
-            for gate, up in zip(self._layer.gate, self._layer.up, strict=True):
-                yield from (gate.read(self._tensors), up.read(self._tensors))
-        elif part == "down_proj":
-            for first in range(0, len(self._down), _EXPERTS_AHEAD):  # not all at once: each is a copy
-                some = self._down[first : first + _EXPERTS_AHEAD]
-                yield from self._pool.map(lambda down: down.T.contiguous().cpu(), some)
-        else:
-            yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
+    def part(self, name: str) -> Tensor:
+        """The tensor `name` of the layer, on the CPU: of those that are not the source's weights."""
+        return (self.sketch if name.startswith("sketch_") else self.recovery)[name].cpu()
 
     @cached_property
     def sketch(self) -> dict[str, Tensor]:
@@ -112,23 +101,6 @@ class LayerAugmenter:
 
     def _read(self, matrix: Matrix) -> Tensor:
         return matrix.read(self._tensors).to(self._device)
-
-
-def refuse_non_finite(name: str, tensor: Tensor, where: str = "") -> None:
-    """SourceError, naming the first row at fault, where a floating-point tensor holds NaN or infinity."""
-    if tensor.dtype not in _CHECKED or _is_finite(tensor):
-        return
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    row = int((~torch.isfinite(rows).all(dim=1)).nonzero()[0])
-    raise SourceError(
-        f"{name} holds NaN or infinity ({where}row {row})",
-        "the checkpoint is damaged; download it again or ask its author",
-    )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Both show in the extremes, which cost a twentieth of asking every value."""
-    return tensor.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def _describe_columns(basis: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,11 @@
 
 Order of events, each durable before the next: journal; per shard: its bytes, its rename, the hashes of the source files
 that it was made from, its journal line; then copied files, index, source record, config.json and, last, the manifest.
+The bytes of the first shard are begun before the journal: it says on what kind of device they are computed, which only
+torch may know, and torch takes seconds to import. Nine tenths of the bytes do without.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -10,15 +14,13 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from mreader.augment import experts_side_by_side
-from mreader.device import pick_device
+from mreader.device import pick_device, refuse_unknown_device
 from mreader.errors import SourceError, UnreachableError, UsageError
 from mreader.formats.augmented import (
     DEFAULT_OPTIONS,
@@ -50,6 +52,9 @@ from mreader.output import (
 from mreader.plan import MAX_SHARD_BYTES, Plan, make_plan
 from mreader.progress import Progress
 from mreader.shards import ShardWriter
+
+if TYPE_CHECKING:
+    import torch
 
 _RECORDS = (INDEX, SOURCE, CONFIG, MANIFEST)  # in this order: what makes the folder a checkpoint comes last
 
@@ -118,15 +123,15 @@ def convert(
     request is at fault; errors in the middle leave the journal and the finished shards to resume from.
     """
     progress, out = progress or Progress(), folder_named(out, "result")
-    chosen = pick_device(device)
+    refuse_unknown_device(device)
     with os_errors_of(out):
         if _is_remote(source):
+            pick_device(device)  # what it refuses should not be known only after a download
             plan, origin = _download(str(source), out, options, revision, token, max_shard_bytes)
         else:
             plan = plan_conversion(source, options, out=out, revision=revision, max_shard_bytes=max_shard_bytes)
             origin = Origin()
-        request = _request(plan, origin, chosen, max_shard_bytes)
-        _Conversion(plan, out, request, chosen, progress).run(overwrite)
+        _Conversion(plan, origin, out, device, max_shard_bytes, progress).run(overwrite)
     return plan
 
 
@@ -171,12 +176,12 @@ def _download(
     return _plan(open_checkpoint(folder), options, max_shard_bytes), Origin(repo, folder.name)
 
 
-def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:
+def _request(plan: Plan, origin: Origin, device_type: str, max_shard_bytes: int) -> dict[str, Any]:
     """What decides the output: two runs with the same request write the same bytes."""
     source = plan.source
     return {
-        "options": {**asdict(plan.options), "max_shard_bytes": max_shard_bytes, "device": device.type},
-        "versions": {"mreader": version("mreader"), "torch": torch.__version__},
+        "options": {**asdict(plan.options), "max_shard_bytes": max_shard_bytes, "device": device_type},
+        "versions": {"mreader": version("mreader"), "torch": version("torch")},
         "source": {
             **asdict(origin),
             "files": {
@@ -193,10 +198,10 @@ class _Conversion:
     """One run of a conversion."""
 
     def __init__(
-        self, plan: Plan, out: Path, request: dict[str, Any], device: torch.device, progress: Progress
+        self, plan: Plan, origin: Origin, out: Path, device: str, max_shard_bytes: int, progress: Progress
     ) -> None:
-        self._plan, self._out, self._request, self._progress = plan, out, request, progress
-        self._source, self._device = plan.source, device
+        self._plan, self._origin, self._out, self._progress = plan, origin, out, progress
+        self._source, self._device_name, self._max_shard_bytes = plan.source, device, max_shard_bytes
         self._stamps = {name: self._stamp(name) for name in self._source_files()}
 
     def run(self, overwrite: bool) -> None:
@@ -206,18 +211,27 @@ class _Conversion:
         require_space(self._out, self._plan)
         with claimed(self._out) as work:
             journal = self._begun_anew(work) if overwrite else self._reopened(work) or self._resumed(work)
-            journal = journal or Journal.create(work, self._request)
             try:
                 if (self._out / MANIFEST).exists():
                     self._progress.note(f"{self._out} is complete already")
                 else:
-                    self._write_shards(journal, work)
-                    self._finish(journal, work)
+                    self._finish(self._write_shards(journal, work), work)
             except Exception:
                 if self._is_empty():
-                    journal.discard()
+                    Journal.discard(work)
                 raise
             shutil.rmtree(work, ignore_errors=True)  # another run may be trying the lock in it
+
+    @cached_property
+    def _device(self) -> torch.device:
+        """Where to compute. Imports torch."""
+        return pick_device(self._device_name)
+
+    @cached_property
+    def _request(self) -> dict[str, Any]:
+        """What was asked for. Imports torch where only that knows what there is."""
+        device_type = "cpu" if self._device_name == "cpu" else self._device.type
+        return _request(self._plan, self._origin, device_type, self._max_shard_bytes)
 
     def _is_empty(self) -> bool:
         return all(path.name == WORK_FOLDER for path in self._out.iterdir())
@@ -328,19 +342,21 @@ class _Conversion:
                     "leave the source alone while it is converted; --overwrite starts again",
                 )
 
-    def _write_shards(self, journal: Journal, work: Path) -> None:
-        todo = [shard for shard in self._plan.shards if shard.name not in journal.shards]
+    def _write_shards(self, journal: Journal | None, work: Path) -> Journal:
+        """Write what is missing; the journal of it, a new one where there is none yet."""
+        finished, known = (journal.shards, journal.sources) if journal else ({}, {})
+        todo = [shard for shard in self._plan.shards if shard.name not in finished]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
-        unknown = {name: size for name, size in self._source_files().items() if name not in journal.sources}
-        writer = ShardWriter(self._plan, self._device, self._progress)
+        unknown = {name: size for name, size in self._source_files().items() if name not in known}
+        writer = ShardWriter(self._plan, self._progress)
         steps = [writer.origins(shard) for shard in todo]
-        with (
-            BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes,
-            experts_side_by_side(self._device) as pool,
-        ):
+        with BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes:
             for step, shard in enumerate(todo):
                 hashes.begin(step)
-                record = writer.write(shard, work / f"{shard.name}.part", self._out / shard.name, pool)
+                with writer.begun(shard, work / f"{shard.name}.part", self._out / shard.name) as begun:
+                    # From here on torch is needed, while the source is hashed and its weights move into the shard.
+                    journal = journal or Journal.create(work, self._request)
+                    record = begun.finish(self._device)
                 hashed = hashes.finish(step)
                 self._refuse_touched(steps[step])
                 self._finish_sources(journal, hashed)
@@ -348,7 +364,9 @@ class _Conversion:
             hashes.begin(len(todo))
             hashed = hashes.finish(len(todo))
             self._refuse_touched(self._stamps)
+            assert journal is not None  # a plan has at least one shard
             self._finish_sources(journal, hashed)
+        return journal
 
     def _finish_sources(self, journal: Journal, records: dict[str, FileRecord]) -> None:
         for name, record in records.items():

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mreader.errors import UsageError
+from mreader.importing import without_collecting
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +22,10 @@ def refuse_unknown_device(name: str) -> None:
 
 def pick_device(name: str) -> torch.device:
     """The torch device called "auto", "cpu" or "cuda[:N]"; UsageError where there is none."""
-    import torch
-
     refuse_unknown_device(name)
+    with without_collecting():
+        import torch
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

@@ -10,6 +10,7 @@ from mreader.formats.checkpoint import SINGLE, Checkpoint
 from mreader.formats.safetensors_file import TensorSpec, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
+MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
 # What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread.
 _BASE_MEMORY = 700_000_000
 # Results are joined from the experts' parts; those of the recovery map are float32 first.

@@ -10,7 +10,7 @@ from mreader.cli.console import counted, err, hide_hub_progress, key_values, per
 from mreader.cli.memory import keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
 from mreader.convert import convert, plan_conversion
-from mreader.device import pick_device
+from mreader.device import pick_device, refuse_unknown_device
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
 from mreader.output import free_bytes, read_finished, require_space, require_writable
@@ -43,7 +43,9 @@ def convert_command(
     options = FormatOptions(codes, rank, seed, channels, coordinates, score)
     limit = _parse_size(max_shard_size)
     if dry_run:
-        pick_device(device)
+        refuse_unknown_device(device)
+        if device.startswith("cuda"):
+            pick_device(device)
         plan = plan_conversion(source, options, out=out, revision=revision, token=token, max_shard_bytes=limit)
         target = Path(out)
         if overwrite or read_finished(target) is None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
@@ -19,6 +19,10 @@ from mreader.formats.safetensors_file import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mreader.formats.bits import Bits
+
+Array = TypeVar("Array", "Tensor", "Bits")  # weights to compute with, or to move
 
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
 _FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -50,7 +54,7 @@ class Matrix:
     last: int | None = None
     transposed: bool = False
 
-    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def read(self, tensors: Mapping[str, Array]) -> Array:
         """gate, up: (I, H); down: (H, I), in the tensor's own dtype; a view."""
         tensor = tensors[self.tensor]
         whole = tensor if self.expert is None else tensor[self.expert]

@@ -20,6 +20,7 @@ from mreader.formats.safetensors_file import TensorSpec, parse_header
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mreader.formats.bits import MappedBits
     from mreader.formats.tensors import LazyTensors
 
 METHOD = "mreader"
@@ -157,6 +158,10 @@ class Augmented:
         from mreader.formats.tensors import LazyTensors  # torch: the rest of this module does without
 
         return LazyTensors(self.folder, self.checkpoint.where)
+
+    def bits(self) -> MappedBits:
+        """Its tensors as bits, memory-mapped."""
+        return self.checkpoint.bits()
 
     def layer(self, layer: RoutedLayer, tensors: LazyTensors) -> dict[str, Tensor]:
         """The tensors of one augmented layer by their names below the experts' prefix."""

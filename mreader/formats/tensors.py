@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+
+from mreader.formats.bits import Bits
 
 TORCH_DTYPES = {
     "U8": torch.uint8,
@@ -54,3 +57,9 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
     data: bytes | memoryview = flat.view(torch.uint8).numpy().data
     return memoryview(data)
+
+
+def as_bits(tensor: torch.Tensor) -> Bits:
+    """The numbers of a CPU tensor as unsigned integers of their size, row-major; a view where it is contiguous."""
+    bits: Bits = np.frombuffer(as_bytes(tensor), f"u{tensor.itemsize}").reshape(tuple(tensor.shape))
+    return bits
