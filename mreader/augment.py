@@ -32,13 +32,28 @@ def experts_side_by_side(device: torch.device) -> Iterator[Executor]:
     torch.set_num_threads(1)
     try:
         workers = threads if device.type == "cpu" else 1
-        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-        try:
+        with _threads(workers) as pool:
             yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)  # after an error nobody wants the other experts
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def steps_side_by_side() -> Iterator[Executor]:
+    """Two threads, each for the sketch of a layer or for its recovery map: the experts of one are computed while the
+    other factorises a small matrix, which nothing else can share in, or writes.
+    """
+    with _threads(2) as pool:
+        yield pool
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[Executor]:
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody wants the rest
 
 
 class LayerAugmenter:

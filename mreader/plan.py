@@ -11,17 +11,15 @@ from mreader.formats.safetensors_file import TensorSpec, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
 MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
-# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread.
+# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread, pieces of
+# files that are hashed.
 _BASE_MEMORY = 700_000_000
 # Results are joined from the experts' parts; those of the recovery map are float32 first.
 _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
-STEPS = (
-    ("gate_up_proj",),
-    ("down_proj",),
-    ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs"),
-    ("down_norms", "recovery_basis", "recovery_coeffs"),
-)
+SKETCH = ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs")
+RECOVERY = ("down_norms", "recovery_basis", "recovery_coeffs")
+STEPS = (("gate_up_proj",), ("down_proj",), SKETCH, RECOVERY)
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,13 @@ class Plan:
         return max(self._layer_memory(layer) for layer in self.architecture.layers) + copied + _BASE_MEMORY
 
     def _layer_memory(self, layer: RoutedLayer) -> int:
-        """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results."""
+        """Mapped pages and results of a step of the layer and of one beside it, be it the next layer's."""
         mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
         nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
-        _, (down,), sketch, recovery = STEPS
         return (
             mapped
-            + nbytes[down]
-            + _SKETCH_COPIES * sum(nbytes[part] for part in sketch)
-            + _RECOVERY_COPIES * sum(nbytes[part] for part in recovery)
+            + _SKETCH_COPIES * sum(nbytes[part] for part in SKETCH)
+            + _RECOVERY_COPIES * sum(nbytes[part] for part in RECOVERY)
         )
 
 

@@ -20,7 +20,7 @@ from mreader.formats.augmented import layer_tensors
 from mreader.formats.bits import Bits, MappedBits, non_finite, non_finite_row, refuse_non_finite, row_major
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import FileRecord, HashingFile, data_begins, encode_header
-from mreader.plan import MOVED_AT_ONCE, SHARD_METADATA, Plan, Shard
+from mreader.plan import MOVED_AT_ONCE, RECOVERY, SHARD_METADATA, SKETCH, Plan, Shard
 from mreader.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Computed:
-    """What a shard holds of a layer that has to be computed: name -> its first byte there."""
+class _Step:
+    """What a shard holds of a layer's sketch, or of its norms and recovery map: part -> its first byte there."""
 
     layer: RoutedLayer
     begins: dict[str, int]
@@ -66,13 +66,13 @@ class ShardWriter:
     def begun(self, shard: Shard, scratch: Path, target: Path) -> Iterator[BegunShard]:
         """`shard` in the file `scratch`, into which a thread moves the weights that stay as they are."""
         left = Event()
-        with HashingFile(scratch, target) as file, ThreadPoolExecutor(2) as threads:
+        with HashingFile(scratch, target) as file, ThreadPoolExecutor(1) as thread:
             header = encode_header(shard.tensors, SHARD_METADATA)
             file.write(header)
             self._progress.advance(len(header))
-            moved = threads.submit(self._move, shard, file, left)
+            moved = thread.submit(self._move, shard, file, left)
             try:
-                yield BegunShard(self._plan, self._computed(shard), file, threads, moved, self._progress)
+                yield BegunShard(self._plan, self._steps(shard), file, moved, self._progress)
             finally:
                 left.set()
 
@@ -111,74 +111,62 @@ class ShardWriter:
             return [partial(_read_transposed, matrix) for matrix in layer.down]
         return []
 
-    def _computed(self, shard: Shard) -> list[_Computed]:
+    def _steps(self, shard: Shard) -> list[_Step]:
         """What is computed, layer by layer."""
-        found: dict[str, _Computed] = {}
-        for name, begin in data_begins(shard.tensors, SHARD_METADATA).items():
-            layer = self._layers.get(name)
-            if layer is not None and not self._reads(name, layer.dtype):
-                found.setdefault(layer.prefix, _Computed(layer, {})).begins[name] = begin
-        return list(found.values())
+        begins = data_begins(shard.tensors, SHARD_METADATA)
+        layers = {layer.prefix: layer for name in begins if (layer := self._layers.get(name))}
+        return [
+            _Step(layer, {part: begins[f"{prefix}.{part}"] for part in parts})
+            for prefix, layer in layers.items()
+            for parts in (SKETCH, RECOVERY)
+            if f"{prefix}.{parts[0]}" in begins
+        ]
 
 
 @dataclass(frozen=True)
 class BegunShard:
     """A shard whose weights are being moved into place."""
 
-    _plan: Plan
-    _computed: list[_Computed]
-    _file: HashingFile
-    _threads: Executor
-    _moved: Future[None]
-    _progress: Progress
+    plan: Plan
+    steps: list[_Step]
+    file: HashingFile
+    moved: Future[None]
+    progress: Progress
 
     def finish(self, device: torch.device) -> FileRecord:
         """Compute the rest on `device`. The shard appears under its name when it is whole and on the disk."""
-        if self._computed:
+        if self.steps:
             self._compute(device)
-        self._moved.result()
-        return self._file.commit()
+        self.moved.result()
+        return self.file.commit()
 
     def _compute(self, device: torch.device) -> None:
-        from mreader.augment import experts_side_by_side
+        from mreader.augment import experts_side_by_side, steps_side_by_side
 
-        with experts_side_by_side(device) as pool:
-            written: Future[None] | None = None
-            for computed in self._computed:
-                if self._moved.done():
-                    self._moved.result()  # has failed, or is done
-                parts = self._parts(computed, device, pool)
-                if written is not None:
-                    written.result()  # so that no more than two layers are in memory
-                written = self._threads.submit(self._write, parts)
-            if written is not None:
-                written.result()
+        with steps_side_by_side() as threads, experts_side_by_side(device) as pool:
+            for _ in threads.map(lambda step: self._compute_step(step, device, pool), self.steps):
+                if self.moved.done():
+                    self.moved.result()  # ends the work if it has failed
 
-    def _write(self, parts: dict[int, memoryview]) -> None:
-        for begin, data in parts.items():
-            self._file.write_at(begin, [data])
-            self._progress.advance(len(data))
-
-    def _parts(self, computed: _Computed, device: torch.device, pool: Executor) -> dict[int, memoryview]:
-        """First byte in the shard -> data."""
+    def _compute_step(self, step: _Step, device: torch.device, pool: Executor) -> None:
         from mreader.augment import LayerAugmenter
         from mreader.formats.tensors import DTYPE_NAMES, LazyTensors, as_bits, as_bytes
 
-        layer, parts = computed.layer, {}
-        self._progress.layer(layer.ordinal + 1, len(self._plan.architecture.layers))
-        with LazyTensors(self._plan.source.path, self._plan.source.where) as tensors:
-            augmenter = LayerAugmenter(layer, tensors, self._plan.options, device, pool)
+        layer, source = step.layer, self.plan.source
+        self.progress.layer(layer.ordinal + 1, len(self.plan.architecture.layers))
+        with LazyTensors(source.path, source.where) as tensors:
+            augmenter = LayerAugmenter(layer, tensors, self.plan.options, device, pool)
             try:
-                for name, begin in computed.begins.items():
-                    tensor = augmenter.part(name.rpartition(".")[2])
-                    refuse_non_finite(name, as_bits(tensor), DTYPE_NAMES[tensor.dtype])
-                    parts[begin] = as_bytes(tensor)
+                for part, begin in step.begins.items():
+                    tensor = augmenter.part(part)
+                    refuse_non_finite(f"{layer.prefix}.{part}", as_bits(tensor), DTYPE_NAMES[tensor.dtype])
+                    self.file.write_at(begin, [as_bytes(tensor)])
+                    self.progress.advance(tensor.nbytes)
             except (MreaderError, RuntimeError) as error:  # RuntimeError: torch's of a decomposition that fails
-                _refuse_non_finite_layer(layer, self._plan.source)  # better explains whatever could not be computed
+                _refuse_non_finite_layer(layer, source)  # better explains whatever could not be computed
                 if isinstance(error, MreaderError):
                     raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error
                 raise
-        return parts
 
 
 def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:

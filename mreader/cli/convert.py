@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mreader.cli.console import counted, err, hide_hub_progress, key_values, percent, print_json, progress, size
-from mreader.cli.memory import keep_freed_memory
+from mreader.cli.memory import end_at_once, keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
 from mreader.convert import convert, plan_conversion
 from mreader.device import pick_device, refuse_unknown_device
@@ -54,6 +54,7 @@ def convert_command(
         require_space(target, plan)
         return
     keep_freed_memory()
+    end_at_once()
     hide_hub_progress(level)
     start = time.perf_counter()
     with progress(level) as bar:
