@@ -253,8 +253,18 @@ def test_help_of_all_commands_is_that_of_each(name: str) -> None:
     assert command.load().help.split("\n\n")[0].replace("\n", " ") == command.help
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["nonsense"], ["--nonsense"]])
-def test_what_runs_no_command_does_not_import_torch(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--version"], ["--help"], ["nonsense"], ["--nonsense"]),
+        *(["convert", "--help"], ["convert", "--nonsense"], ["convert", "/nowhere/at all", "out"]),
+        *(["convert", "SOURCE", "out", option, "9999"] for option in ("--codes", "--rank", "--score", "--device")),
+        ["convert", "SOURCE", "out", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_what_computes_nothing_does_not_import_torch(arguments: list[str], olmoe_tiny: Path) -> None:
+    arguments = [str(olmoe_tiny) if argument == "SOURCE" else argument for argument in arguments]
     code = f"""
 import sys
 from mreader.cli.main import main

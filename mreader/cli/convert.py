@@ -55,7 +55,8 @@ def convert_command(
         return
     keep_freed_memory()
     end_at_once()
-    hide_hub_progress(level)
+    if not Path(source).is_dir():
+        hide_hub_progress(level)
     start = time.perf_counter()
     with progress(level) as bar:
         plan = convert(
