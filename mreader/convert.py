@@ -2,8 +2,8 @@
 
 Order of events, each durable before the next: journal; per shard: its bytes, its rename, the hashes of the source files
 that it was made from, its journal line; then copied files, index, source record, config.json and, last, the manifest.
-The bytes of the first shard are begun before the journal: it says on what kind of device they are computed, which only
-torch may know, and torch takes seconds to import. Nine tenths of the bytes do without.
+The first shard is begun before the journal, which says what torch it is computed with and where: torch takes seconds to
+import, and nine tenths of the shard do without it.
 """
 
 from __future__ import annotations
@@ -176,12 +176,14 @@ def _download(
     return _plan(open_checkpoint(folder), options, max_shard_bytes), Origin(repo, folder.name)
 
 
-def _request(plan: Plan, origin: Origin, device_type: str, max_shard_bytes: int) -> dict[str, Any]:
+def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:
     """What decides the output: two runs with the same request write the same bytes."""
+    import torch
+
     source = plan.source
     return {
-        "options": {**asdict(plan.options), "max_shard_bytes": max_shard_bytes, "device": device_type},
-        "versions": {"mreader": version("mreader"), "torch": version("torch")},
+        "options": {**asdict(plan.options), "max_shard_bytes": max_shard_bytes, "device": device.type},
+        "versions": {"mreader": version("mreader"), "torch": torch.__version__},
         "source": {
             **asdict(origin),
             "files": {
@@ -229,9 +231,8 @@ class _Conversion:
 
     @cached_property
     def _request(self) -> dict[str, Any]:
-        """What was asked for. Imports torch where only that knows what there is."""
-        device_type = "cpu" if self._device_name == "cpu" else self._device.type
-        return _request(self._plan, self._origin, device_type, self._max_shard_bytes)
+        """What was asked for. Imports torch, which alone knows its version and where it can compute."""
+        return _request(self._plan, self._origin, self._device, self._max_shard_bytes)
 
     def _is_empty(self) -> bool:
         return all(path.name == WORK_FOLDER for path in self._out.iterdir())
@@ -354,7 +355,7 @@ class _Conversion:
             for step, shard in enumerate(todo):
                 hashes.begin(step)
                 with writer.begun(shard, work / f"{shard.name}.part", self._out / shard.name) as begun:
-                    # From here on torch is needed, while the source is hashed and its weights move into the shard.
+                    # Here torch is imported, while the source is hashed and its weights move into the shard.
                     journal = journal or Journal.create(work, self._request)
                     record = begun.finish(self._device)
                 hashed = hashes.finish(step)
