@@ -349,15 +349,15 @@ class _Conversion:
         todo = [shard for shard in self._plan.shards if shard.name not in finished]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
         unknown = {name: size for name, size in self._source_files().items() if name not in known}
-        writer = ShardWriter(self._plan, self._progress)
+        writer = ShardWriter(self._plan, todo, work, self._out, self._progress)
         steps = [writer.origins(shard) for shard in todo]
-        with BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes:
+        with BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes, writer:
             for step, shard in enumerate(todo):
                 hashes.begin(step)
-                with writer.begun(shard, work / f"{shard.name}.part", self._out / shard.name) as begun:
-                    # Here torch is imported, while the source is hashed and its weights move into the shard.
-                    journal = journal or Journal.create(work, self._request)
-                    record = begun.finish(self._device)
+                writer.begin(step)
+                # Here torch is imported, while the source is hashed and its weights move into the shard.
+                journal = journal or Journal.create(work, self._request)
+                record = writer.finish(step, self._device)
                 hashed = hashes.finish(step)
                 self._refuse_touched(steps[step])
                 self._finish_sources(journal, hashed)

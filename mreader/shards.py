@@ -1,13 +1,13 @@
-"""Writing one shard of a plan: a thread moves the weights that stay as they are, while the rest is computed.
+"""Writing the shards of a plan: a thread moves the weights that stay as they are, while the rest is computed.
 
 Moving takes no torch, so it begins before torch is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,31 +50,62 @@ class _Step:
     begins: dict[str, int]
 
 
-class ShardWriter:
-    """Writes the shards of `plan`."""
+@dataclass(frozen=True)
+class _Begun:
+    """A shard that is not whole yet.
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
-        self._plan, self._progress = plan, progress
-        self._source = plan.source
+    moved: done when the weights that stay as they are are in its file
+    """
+
+    file: HashingFile
+    moved: Future[None]
+
+
+class ShardWriter:
+    """Writes shards of `plan`, one after the other: their weights are moved in the background, the rest is computed.
+
+    shards:  those to write, in order
+    scratch: folder for what is not whole yet
+    target:  folder where it appears when it is whole and on the disk
+
+    Moving is one shard ahead, so that the disk has something to do while the last layers of a shard are computed.
+    Leaving the `with` block abandons what is not finished.
+    """
+
+    def __init__(self, plan: Plan, shards: Sequence[Shard], scratch: Path, target: Path, progress: Progress) -> None:
+        self._plan, self._shards, self._progress = plan, shards, progress
+        self._source, self._scratch, self._target = plan.source, scratch, target
         self._layers = {
             f"{layer.prefix}.{part}": layer
             for layer in plan.architecture.layers
             for part in layer_tensors(layer, plan.options)
         }
+        self._begun: dict[int, _Begun] = {}
+        self._files = ExitStack()
+        self._mover = ThreadPoolExecutor(1)
+        self._left = Event()
 
-    @contextmanager
-    def begun(self, shard: Shard, scratch: Path, target: Path) -> Iterator[BegunShard]:
-        """`shard` in the file `scratch`, into which a thread moves the weights that stay as they are."""
-        left = Event()
-        with HashingFile(scratch, target) as file, ThreadPoolExecutor(1) as thread:
-            header = encode_header(shard.tensors, SHARD_METADATA)
-            file.write(header)
-            self._progress.advance(len(header))
-            moved = thread.submit(self._move, shard, file, left)
-            try:
-                yield BegunShard(self._plan, self._steps(shard), file, moved, self._progress)
-            finally:
-                left.set()
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def begin(self, number: int) -> None:
+        """Start moving weights into shard `number` (from 0), and after that into the next."""
+        for i in range(number, min(number + 2, len(self._shards))):
+            if i not in self._begun:
+                self._begun[i] = self._open(self._shards[i])
+
+    def finish(self, number: int, device: torch.device) -> FileRecord:
+        """Compute what shard `number`, which was begun, lacks, on `device`; wait until it is in place."""
+        begun = self._begun[number]
+        if steps := self._steps(self._shards[number]):
+            self._compute(steps, begun, device)
+        begun.moved.result()
+        return begun.file.commit()
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._mover.shutdown(cancel_futures=True)
+        self._files.close()
 
     def origins(self, shard: Shard) -> list[str]:
         """The source files that `shard` is made from."""
@@ -84,9 +115,17 @@ class ShardWriter:
             found |= dict.fromkeys(self._source.where[tensor] for tensor in (layer.tensors if layer else [name]))
         return list(found)
 
-    def _move(self, shard: Shard, file: HashingFile, left: Event) -> None:
+    def _open(self, shard: Shard) -> _Begun:
+        file = HashingFile(self._scratch / f"{shard.name}.part", self._target / shard.name)
+        self._files.enter_context(file)
+        return _Begun(file, self._mover.submit(self._move, shard, file))
+
+    def _move(self, shard: Shard, file: HashingFile) -> None:
+        header = encode_header(shard.tensors, SHARD_METADATA)
+        file.write_at(0, [header])
+        self._progress.advance(len(header))
         for run in _runs(self._pieces(shard)):
-            if left.is_set():
+            if self._left.is_set():
                 return
             with self._source.bits() as bits:
                 file.write_at(run[0].begin, [row_major(piece.read(bits)).data for piece in run])
@@ -122,48 +161,30 @@ class ShardWriter:
             if f"{prefix}.{parts[0]}" in begins
         ]
 
-
-@dataclass(frozen=True)
-class BegunShard:
-    """A shard whose weights are being moved into place."""
-
-    plan: Plan
-    steps: list[_Step]
-    file: HashingFile
-    moved: Future[None]
-    progress: Progress
-
-    def finish(self, device: torch.device) -> FileRecord:
-        """Compute the rest on `device`. The shard appears under its name when it is whole and on the disk."""
-        if self.steps:
-            self._compute(device)
-        self.moved.result()
-        return self.file.commit()
-
-    def _compute(self, device: torch.device) -> None:
+    def _compute(self, steps: Sequence[_Step], begun: _Begun, device: torch.device) -> None:
         from mreader.augment import experts_side_by_side, steps_side_by_side
 
         with steps_side_by_side() as threads, experts_side_by_side(device) as pool:
-            for _ in threads.map(lambda step: self._compute_step(step, device, pool), self.steps):
-                if self.moved.done():
-                    self.moved.result()  # ends the work if it has failed
+            for _ in threads.map(lambda step: self._compute_step(step, begun.file, device, pool), steps):
+                if begun.moved.done():
+                    begun.moved.result()  # ends the work if it has failed
 
-    def _compute_step(self, step: _Step, device: torch.device, pool: Executor) -> None:
+    def _compute_step(self, step: _Step, file: HashingFile, device: torch.device, pool: Executor) -> None:
         from mreader.augment import LayerAugmenter
         from mreader.formats.tensors import DTYPE_NAMES, LazyTensors, as_bits, as_bytes
 
-        layer, source = step.layer, self.plan.source
-        self.progress.layer(layer.ordinal + 1, len(self.plan.architecture.layers))
-        with LazyTensors(source.path, source.where) as tensors:
-            augmenter = LayerAugmenter(layer, tensors, self.plan.options, device, pool)
+        layer = step.layer
+        self._progress.layer(layer.ordinal + 1, len(self._plan.architecture.layers))
+        with LazyTensors(self._source.path, self._source.where) as tensors:
+            augmenter = LayerAugmenter(layer, tensors, self._plan.options, device, pool)
             try:
                 for part, begin in step.begins.items():
                     tensor = augmenter.part(part)
                     refuse_non_finite(f"{layer.prefix}.{part}", as_bits(tensor), DTYPE_NAMES[tensor.dtype])
-                    self.file.write_at(begin, [as_bytes(tensor)])
-                    self.progress.advance(tensor.nbytes)
+                    file.write_at(begin, [as_bytes(tensor)])
+                    self._progress.advance(tensor.nbytes)
             except (MreaderError, RuntimeError) as error:  # RuntimeError: torch's of a decomposition that fails
-                _refuse_non_finite_layer(layer, source)  # better explains whatever could not be computed
+                _refuse_non_finite_layer(layer, self._source)  # better explains whatever could not be computed
                 if isinstance(error, MreaderError):
                     raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error
                 raise

@@ -297,6 +297,7 @@ class HashingFile:
         """Make the file appear at `target`; its record."""
         os.fsync(self._file.fileno())
         record = self.record()
+        self._hasher.shutdown()
         self._file.close()
         self.scratch.replace(self.target)
         sync_folder(self.target.parent)
