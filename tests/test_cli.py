@@ -1,11 +1,13 @@
 """The command line on the small model: what it prints where, and what it exits with."""
 
+import gc
 import io
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from mreader.cli.main import _COMMANDS, _Command, main
+from mreader.importing import without_collecting
 
 OWN_TEXT = Path(__file__).parent.parent / "mreader"
 
@@ -275,6 +278,35 @@ except SystemExit:
     sys.exit(99 if "torch" in sys.modules else 0)
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("first", "frozen"), [("", True), ("import torch", False)])
+def test_a_conversion_ends_without_looking_for_garbage_where_it_imported_torch(
+    first: str, frozen: bool, olmoe_tiny: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import atexit, gc, os, sys
+from mreader.cli.main import main
+{first}
+# Called after all that is registered later. Python makes nothing of an exit status here.
+atexit.register(lambda: os._exit(0 if (gc.get_freeze_count() > 10_000) == {frozen} else 99))
+sys.argv = ["mreader", "convert", {str(olmoe_tiny)!r}, {str(tmp_path / "out")!r}, "-q", "--device", "cpu"]
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_again_after_an_import_if_it_was_before(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with suppress(ImportError), without_collecting():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(
