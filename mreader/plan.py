@@ -7,13 +7,13 @@ from mreader.activations import get_activation
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.augmented import FormatOptions, augmented_tensors, layer_tensors
 from mreader.formats.checkpoint import SINGLE, Checkpoint
-from mreader.formats.safetensors_file import TensorSpec, encode_header
+from mreader.formats.safetensors_file import HASHED_AT_ONCE, TensorSpec, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
 MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
-# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread, pieces of
-# files that are hashed.
-_BASE_MEMORY = 700_000_000
+# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread; weights
+# that move, mapped and transposed; what nine threads hash.
+_BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 9 * HASHED_AT_ONCE
 # Results are joined from the experts' parts; those of the recovery map are float32 first.
 _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
