@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -345,23 +346,37 @@ class _Conversion:
 
     def _write_shards(self, journal: Journal | None, work: Path) -> Journal:
         """Write what is missing; the journal of it, a new one where there is none yet."""
-        finished, known = (journal.shards, journal.sources) if journal else ({}, {})
-        todo = [shard for shard in self._plan.shards if shard.name not in finished]
+        done, known = (journal.shards, journal.sources) if journal else ({}, {})
+        todo = [shard for shard in self._plan.shards if shard.name not in done]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
         unknown = {name: size for name, size in self._source_files().items() if name not in known}
         writer = ShardWriter(self._plan, todo, work, self._out, self._progress)
         steps = [writer.origins(shard) for shard in todo]
-        with BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes, writer:
-            for step, shard in enumerate(todo):
+
+        def finish(journal: Journal, step: int) -> None:
+            record = writer.finish(step)
+            hashed = hashes.finish(step)
+            self._refuse_touched(steps[step])
+            self._finish_sources(journal, hashed)
+            journal.finish_shard(todo[step].name, record)
+
+        with (
+            BackgroundHashes(self._source.path, unknown, [*steps, unknown]) as hashes,
+            writer,
+            ThreadPoolExecutor(1) as finisher,  # hash and disk come to a shard's end while the next one is computed
+        ):
+            finished: Future[None] | None = None
+            for step in range(len(todo)):
                 hashes.begin(step)
                 writer.begin(step)
                 # Here torch is imported, while the source is hashed and its weights move into the shard.
                 journal = journal or Journal.create(work, self._request)
-                record = writer.finish(step, self._device)
-                hashed = hashes.finish(step)
-                self._refuse_touched(steps[step])
-                self._finish_sources(journal, hashed)
-                journal.finish_shard(shard.name, record)
+                writer.compute(step, self._device)
+                if finished:
+                    finished.result()
+                finished = finisher.submit(finish, journal, step)
+            if finished:
+                finished.result()
             hashes.begin(len(todo))
             hashed = hashes.finish(len(todo))
             self._refuse_touched(self._stamps)

@@ -62,7 +62,7 @@ class _Begun:
 
 
 class ShardWriter:
-    """Writes shards of `plan`, one after the other: their weights are moved in the background, the rest is computed.
+    """Writes shards of `plan`, one after the other: a thread moves their weights, the caller has the rest computed.
 
     shards:  those to write, in order
     scratch: folder for what is not whole yet
@@ -94,13 +94,15 @@ class ShardWriter:
             if i not in self._begun:
                 self._begun[i] = self._open(self._shards[i])
 
-    def finish(self, number: int, device: torch.device) -> FileRecord:
-        """Compute what shard `number`, which was begun, lacks, on `device`; wait until it is in place."""
-        begun = self._begun[number]
+    def compute(self, number: int, device: torch.device) -> None:
+        """Compute what moving does not bring into shard `number`, which was begun, on `device`."""
         if steps := self._steps(self._shards[number]):
-            self._compute(steps, begun, device)
-        begun.moved.result()
-        return begun.file.commit()
+            self._compute(steps, self._begun[number], device)
+
+    def finish(self, number: int) -> FileRecord:
+        """Wait until shard `number`, which was computed, is whole and on the disk. It appears under its name then."""
+        self._begun[number].moved.result()
+        return self._begun[number].file.commit()
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
