@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mreader.errors import SourceError
 from mreader.formats.bits import MappedBits, non_finite_row, refuse_non_finite, row_major
-from mreader.formats.safetensors_file import Header, TensorSpec, encode_header, read_header
+from mreader.formats.safetensors_file import HashingFile, Header, TensorSpec, encode_header, read_header
 from mreader.formats.tensors import as_bits, as_bytes
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -23,15 +23,20 @@ def opened(path: Path) -> tuple[MappedBits, Header]:
     return MappedBits(path.parent, {path.name: header}, where), header
 
 
+@pytest.mark.parametrize("spaces", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), torch.int8, torch.uint8, torch.bool, torch.int64])
-def test_mapped_bits_are_those_of_the_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_mapped_bits_are_those_of_the_tensors(tmp_path: Path, dtype: torch.dtype, spaces: int) -> None:
+    """Wherever the header ends, after which nothing may be aligned."""
     tensors = {
         "matrix": torch.arange(-6, 6).reshape(3, 4).to(dtype),
         "cube": torch.arange(30).reshape(2, 3, 5).to(dtype),
         "empty": torch.zeros(0, 7, dtype=dtype),
         "number": torch.tensor(1).to(dtype),
     }
-    save_file(tensors, tmp_path / "w.safetensors")
+    data = save(tensors)
+    length = int.from_bytes(data[:8], "little")
+    longer = (length + spaces).to_bytes(8, "little") + data[8 : 8 + length] + b" " * spaces
+    (tmp_path / "w.safetensors").write_bytes(longer + data[8 + length :])
     mapped, _ = opened(tmp_path / "w.safetensors")
     with mapped as bits:
         assert set(bits) == set(tensors)
@@ -40,6 +45,10 @@ def test_mapped_bits_are_those_of_the_tensors(tmp_path: Path, dtype: torch.dtype
             assert bits[name].tobytes() == bytes(as_bytes(tensor))
             assert np.array_equal(bits[name], as_bits(tensor))
             assert not bits[name].flags.writeable
+            with HashingFile(tmp_path / "scratch", tmp_path / name) as file:
+                file.write(row_major(bits[name]).data)
+                file.commit()
+            assert (tmp_path / name).read_bytes() == bits[name].tobytes()
 
 
 def test_several_numbers_a_byte_are_bytes(tmp_path: Path) -> None:
