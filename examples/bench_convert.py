@@ -108,9 +108,9 @@ def main() -> None:
         convert = [sys.executable, "-m", "mreader.cli.main", "convert", str(folder / "source"), str(folder / "out")]
         convert += ["-q", "--device", arguments.device, "--codes", arguments.codes]
         copy = [sys.executable, "-c", COPY, str(folder / "source"), str(folder / "out")]
-        startup = run([sys.executable, "-c", "import mreader.cli.convert"]).seconds
+        torch_import = run([sys.executable, "-c", "import torch"]).seconds
         print(f"{arguments.shape}, {arguments.layers} layers, {size / 1e9:.2f} GB, {arguments.shards} shards")
-        print(f"device {arguments.device}, {os.cpu_count()} CPUs; {startup:.1f} s of a conversion is start-up")
+        print(f"device {arguments.device}, {os.cpu_count()} CPUs; importing torch alone takes {torch_import:.1f} s")
         print(f"{'':8} {'seconds':>8} {'GB/s':>6} {'peak GB':>8}   (bound {bound / 1e9:.2f} GB)")
         for _ in range(arguments.repeat):
             for what, command in (("convert", convert), ("copy", copy)):

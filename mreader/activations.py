@@ -2,22 +2,31 @@
 
 a = phi(g . x) * psi(v . x), and nearly always psi(u) = u; an error in the estimate of g . x reaches the output through
 phi', one of v . x through psi'.
+
+A plan asks for no more than the names, so torch, which takes seconds, is imported by the functions that need it.
 """
+
+from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mreader.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _identity(z: Tensor) -> Tensor:
     return z
+
+
+def _one(z: Tensor) -> Tensor:
+    return z.new_ones(()).expand_as(z)
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Activation:
     function: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     up_function: Callable[[Tensor], Tensor] = _identity
-    up_derivative: Callable[[Tensor], Tensor] = torch.ones_like
+    up_derivative: Callable[[Tensor], Tensor] = _one
 
     @property
     def is_linear_in_up(self) -> bool:
@@ -71,6 +80,12 @@ def _parse(name: str) -> tuple[str, dict[str, float]]:
     return match[1], {key: float(value) for key, value in found}
 
 
+def _silu(z: Tensor) -> Tensor:
+    from torch.nn.functional import silu
+
+    return silu(z)
+
+
 def _silu_derivative(z: Tensor) -> Tensor:
     return _swish_derivative(z, 1.0)
 
@@ -84,27 +99,39 @@ def _quick_gelu_derivative(z: Tensor) -> Tensor:
 
 
 def _swish(beta: float, z: Tensor) -> Tensor:
-    return z * torch.sigmoid(beta * z)
+    return z * (beta * z).sigmoid()
 
 
 def _swish_derivative(z: Tensor, beta: float) -> Tensor:
-    gate = torch.sigmoid(beta * z)
+    gate = (beta * z).sigmoid()
     return gate * (1 + beta * z * (1 - gate))
 
 
+def _gelu(z: Tensor) -> Tensor:
+    from torch.nn.functional import gelu
+
+    return gelu(z)
+
+
 def _gelu_derivative(z: Tensor) -> Tensor:
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + (z / math.sqrt(2)).erf()) + z * density
 
 
 def _gelu_tanh(z: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(z, approximate="tanh")
+    from torch.nn.functional import gelu
+
+    return gelu(z, approximate="tanh")
 
 
 def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     slope, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(slope * (z + cubic * z**3))
+    t = (slope * (z + cubic * z**3)).tanh()
     return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * slope * (1 + 3 * cubic * z.square())
+
+
+def _relu(z: Tensor) -> Tensor:
+    return z.relu()
 
 
 def _relu_derivative(z: Tensor) -> Tensor:
@@ -112,20 +139,28 @@ def _relu_derivative(z: Tensor) -> Tensor:
 
 
 def _relu2(z: Tensor) -> Tensor:
-    return torch.relu(z).square()
+    return _relu(z).square()
 
 
 def _relu2_derivative(z: Tensor) -> Tensor:
-    return 2 * torch.relu(z)
+    return 2 * _relu(z)
+
+
+def _sigmoid(z: Tensor) -> Tensor:
+    return z.sigmoid()
 
 
 def _sigmoid_derivative(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
+    s = _sigmoid(z)
     return s * (1 - s)
 
 
+def _tanh(z: Tensor) -> Tensor:
+    return z.tanh()
+
+
 def _tanh_derivative(z: Tensor) -> Tensor:
-    return 1 - torch.tanh(z).square()
+    return 1 - _tanh(z).square()
 
 
 def _clamped(
@@ -150,7 +185,7 @@ def _below(function: Callable[[Tensor], Tensor], limit: float, z: Tensor) -> Ten
 
 
 def _below_derivative(derivative: Callable[[Tensor], Tensor], limit: float, z: Tensor) -> Tensor:
-    return torch.where(z <= limit, derivative(z), 0.0)
+    return derivative(z).masked_fill(z > limit, 0.0)
 
 
 def _between(limit: float, shift: float, u: Tensor) -> Tensor:
@@ -162,7 +197,7 @@ def _between_derivative(limit: float, u: Tensor) -> Tensor:
 
 
 def _clamped_silu(name: str, limit: float) -> Activation:
-    return _clamped(name, limit, torch.nn.functional.silu, _silu_derivative)
+    return _clamped(name, limit, _silu, _silu_derivative)
 
 
 def _clamped_swiglu(name: str, alpha: float, limit: float) -> Activation:
@@ -183,8 +218,8 @@ _CLAMPED = {
     "clamped_swiglu": _Family(_clamped_swiglu, frozenset({"alpha", "limit"})),
 }
 
-_SILU = (torch.nn.functional.silu, _silu_derivative)
-_GELU = (torch.nn.functional.gelu, _gelu_derivative)
+_SILU = (_silu, _silu_derivative)
+_GELU = (_gelu, _gelu_derivative)
 _GELU_TANH = (_gelu_tanh, _gelu_tanh_derivative)
 
 _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -198,8 +233,8 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "gelu_pytorch_tanh": _GELU_TANH,
     "gelu_python_tanh": _GELU_TANH,
     "quick_gelu": (_quick_gelu, _quick_gelu_derivative),
-    "relu": (torch.relu, _relu_derivative),
+    "relu": (_relu, _relu_derivative),
     "relu2": (_relu2, _relu2_derivative),
-    "sigmoid": (torch.sigmoid, _sigmoid_derivative),
-    "tanh": (torch.tanh, _tanh_derivative),
+    "sigmoid": (_sigmoid, _sigmoid_derivative),
+    "tanh": (_tanh, _tanh_derivative),
 }

@@ -1,14 +1,12 @@
-"""The augmented tensors of one layer, each computed when it is first asked for.
+"""What an augmented layer has beside the source's weights, each tensor computed when it is first asked for.
 
 E experts, H hidden size, I channels of an expert, r rank.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +18,6 @@ from mreader.recovery import recovery_basis, recovery_coeffs
 from mreader.sketch import Sketch, draw_signs, sketch_matrices
 
 _EXPERTS_ON_GPU = 16  # coded side by side: enough to fill it, and far from its memory
-EXPERTS_AHEAD = 16  # transposed, or dequantized, before the first of them is taken
-A = TypeVar("A")
-B = TypeVar("B")
-_CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @contextmanager
@@ -38,19 +32,33 @@ def experts_side_by_side(device: torch.device) -> Iterator[Executor]:
     torch.set_num_threads(1)
     try:
         workers = threads if device.type == "cpu" else 1
-        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-        try:
+        with _threads(workers) as pool:
             yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)  # after an error nobody wants the other experts
     finally:
         torch.set_num_threads(threads)
 
 
-class LayerAugmenter:
-    """Computes an augmented layer from its source tensors, on `device`, experts side by side in `pool`.
+@contextmanager
+def steps_side_by_side() -> Iterator[Executor]:
+    """Two threads, each for the sketch of a layer or for its recovery map: the experts of one are computed while the
+    other factorises a small matrix, which nothing else can share in, or writes.
+    """
+    with _threads(2) as pool:
+        yield pool
 
-    `pieces(part)` gives the CPU tensors whose bytes, one after the other, are the data of the tensor `part`.
+
+@contextmanager
+def _threads(count: int) -> Iterator[Executor]:
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody wants the rest
+
+
+class LayerAugmenter:
+    """Computes sketch, norms and recovery map of a layer from its source tensors, on `device`, experts side by side in
+    `pool`.
     """
 
     def __init__(
@@ -64,25 +72,9 @@ class LayerAugmenter:
         self._layer, self._tensors, self._options = layer, tensors, options
         self._device, self._pool = device, pool
 
-    def pieces(self, part: str) -> Iterator[Tensor]:
-        if part == "gate_up_proj":
-            pairs = list(zip(self._layer.gate, self._layer.up, strict=True))
-            for both in self._ahead(lambda pair: [matrix.read(self._tensors) for matrix in pair], pairs):
-                yield from both
-        elif part == "down_proj":
-            yield from self._ahead(lambda down: down.T.contiguous().cpu(), self._down)
-        elif part == "gate_up_proj_bias":
-            for gate, up in zip(self._layer.gate_bias, self._layer.up_bias, strict=True):
-                yield from (gate.read(self._tensors), up.read(self._tensors))
-        elif part == "down_proj_bias":
-            yield from (bias.read(self._tensors) for bias in self._layer.down_bias)
-        else:
-            yield (self.sketch if part.startswith("sketch_") else self.recovery)[part].cpu()
-
-    def _ahead(self, function: Callable[[A], B], experts: Sequence[A]) -> Iterator[B]:
-        """`function` of each expert, not of all at once: each result may be a copy."""
-        for first in range(0, len(experts), EXPERTS_AHEAD):
-            yield from self._pool.map(function, experts[first : first + EXPERTS_AHEAD])
+    def part(self, name: str) -> Tensor:
+        """The tensor `name` of the layer, on the CPU: of those that are not the source's weights."""
+        return (self.sketch if name.startswith("sketch_") else self.recovery)[name].cpu()
 
     @cached_property
     def sketch(self) -> dict[str, Tensor]:
@@ -124,23 +116,6 @@ class LayerAugmenter:
 
     def _read(self, matrix: Matrix) -> Tensor:
         return matrix.read(self._tensors).to(self._device)
-
-
-def refuse_non_finite(name: str, tensor: Tensor, where: str = "") -> None:
-    """SourceError, naming the first row at fault, where a floating-point tensor holds NaN or infinity."""
-    if tensor.dtype not in _CHECKED or _is_finite(tensor):
-        return
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    row = int((~torch.isfinite(rows).all(dim=1)).nonzero()[0])
-    raise SourceError(
-        f"{name} holds NaN or infinity ({where}row {row})",
-        "the checkpoint is damaged; download it again or ask its author",
-    )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Both show in the extremes, which cost a twentieth of asking every value."""
-    return tensor.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def _describe_columns(basis: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from mreader.errors import SourceError
 from mreader.formats.augmented import MANIFEST, FormatOptions, parse_config_entry, read_manifest
 from mreader.formats.checkpoint import CONFIG, read_config
-from mreader.inspection import BudgetLine
+
+if TYPE_CHECKING:
+    from mreader.inspection import BudgetLine
 
 DEFAULT_PIPELINE = "text-generation"
 _ORDER = ["base_model", "base_model_relation", "library_name", "pipeline_tag", "language"]
@@ -57,7 +59,7 @@ class CardFacts:
     options: FormatOptions
     source_bytes: int
     augmented_bytes: int
-    budgets: Sequence[BudgetLine] = ()
+    budgets: "Sequence[BudgetLine]" = ()
     sketch_error: float | None = None
     energy_kept: float | None = None
     inherited: Inherited = field(default_factory=Inherited)

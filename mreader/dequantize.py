@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mreader.errors import SourceError
+from mreader.formats.bits import Bits
 from mreader.formats.checkpoint import Checkpoint, Packed
 from mreader.formats.quantized import fp8_block, require_package
-from mreader.formats.safetensors_file import LazyTensors
+from mreader.formats.tensors import LazyTensors, as_bits
 
 _AT_ONCE = 1 << 20  # values: what is wider than a result on the way to it stays in a core's cache
 _MODULES = {
@@ -80,6 +81,32 @@ class DequantizedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._source.where)
+
+
+class DequantizedBits(Mapping[str, Bits]):
+    """The same tensors as bits, to be moved; a context manager."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._tensors = DequantizedTensors(source)
+
+    def __enter__(self) -> DequantizedBits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.__exit__()
+
+    def __getitem__(self, name: str) -> Bits:
+        return as_bits(self._tensors[name])
+
+    def slice(self, name: str, index: int) -> Bits:
+        """`self[name][index]`."""
+        return as_bits(self._tensors.slice(name, index))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def dequantize(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from mreader.backend import current, layout_on, runs_kernels
 from mreader.budget import DISK, Layout
 from mreader.formats.augmented import FormatOptions, tensor_specs
-from mreader.formats.safetensors_file import TORCH_DTYPES
+from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
 from mreader.reader import ExpertLayer, read
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mreader.formats.safetensors_file import FileRecord, sha256_file
 
-_THREADS = min(8, os.cpu_count() or 1)
+_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
 def changed_files(

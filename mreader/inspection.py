@@ -13,7 +13,8 @@ from torch import Tensor
 from mreader.budget import BlockShape, channels_to_k, count_reads
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import Augmented, layer_tensors, open_augmented
-from mreader.formats.codes import BLOCK, Code, unpack, values
+from mreader.formats.codes import BLOCK, Code
+from mreader.formats.coding import unpack, values
 from mreader.progress import Progress
 
 # (channels f, coordinates), from the smallest reads to the largest: the three budgets of the published results (full

@@ -74,9 +74,10 @@ class Journal:
             journal._whole = length
         return journal
 
-    def discard(self) -> None:
-        """Forget everything."""
-        self._path.unlink(missing_ok=True)
+    @staticmethod
+    def discard(folder: Path) -> None:
+        """Remove the journal in `folder`, if there is one."""
+        (folder / JOURNAL).unlink(missing_ok=True)
 
     def finish_source(self, name: str, record: FileRecord) -> None:
         self._add({"source": name, **record.entry()})

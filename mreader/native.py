@@ -12,7 +12,8 @@ from mreader.errors import MreaderError, SourceError, UsageError, VerifyError
 from mreader.formats.architectures import Matrix, RoutedLayer
 from mreader.formats.augmented import MANIFEST, SOURCE, Augmented, is_augmented, open_augmented
 from mreader.formats.checkpoint import CONFIG, is_safe_name
-from mreader.formats.safetensors_file import FileRecord, LazyTensors
+from mreader.formats.safetensors_file import FileRecord
+from mreader.formats.tensors import LazyTensors
 
 
 def open_to_verify(folder: Path) -> Augmented:

@@ -7,24 +7,22 @@ from mreader.activations import get_activation
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.augmented import FormatOptions, augmented_tensors, layer_tensors
 from mreader.formats.checkpoint import SINGLE, Checkpoint
-from mreader.formats.safetensors_file import TensorSpec, encode_header
+from mreader.formats.safetensors_file import HASHED_AT_ONCE, TensorSpec, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
-# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread.
-_BASE_MEMORY = 700_000_000
+MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
+# What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread; weights
+# that move, mapped and transposed; what nine threads hash.
+_BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 9 * HASHED_AT_ONCE
 # Of quantized weights: experts on their way through `mreader.augment`, its threads' last ones included, and what is
 # needed beside a dequantized tensor, in its own size.
 _EXPERTS_ON_THE_WAY, _DEQUANTIZING_COPIES = 32, 3
 # Results are joined from the experts' parts; those of the recovery map are float32 first.
 _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
-STEPS = (
-    ("gate_up_proj",),
-    ("down_proj",),
-    ("gate_up_proj_bias", "down_proj_bias"),
-    ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs"),
-    ("down_norms", "recovery_basis", "recovery_coeffs"),
-)
+SKETCH = ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs")
+RECOVERY = ("down_norms", "recovery_basis", "recovery_coeffs")
+STEPS = (("gate_up_proj",), ("down_proj",), ("gate_up_proj_bias", "down_proj_bias"), SKETCH, RECOVERY)
 
 
 @dataclass(frozen=True)
@@ -86,24 +84,21 @@ class Plan:
         return self.source.stored_bytes(name) + (1 + _DEQUANTIZING_COPIES) * self.source.spec(name).nbytes
 
     def _layer_memory(self, layer: RoutedLayer) -> int:
-        """Mapped pages, which gate and up in the queue are views of; transposed down projections in it; results.
+        """Mapped pages and results of a step of the layer and of one beside it, be it the next layer's.
 
-        What is dequantized is in no file: as much of it may be queued as is mapped, and the recovery map needs all
-        down projections at once.
+        What is dequantized is in no file: experts on their way, and all down projections, for the recovery map.
         """
         mapped = sum(map(self.source.stored_bytes, layer.tensors))
         nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
-        (gate_up,), (down,), _, sketch, recovery = STEPS
         dequantized = 0
         if not self.source.packed.keys().isdisjoint(layer.tensors):
-            expert = (nbytes[gate_up] + nbytes[down]) // layer.experts
-            dequantized = mapped + nbytes[down] + _EXPERTS_ON_THE_WAY * expert
+            expert = (nbytes["gate_up_proj"] + nbytes["down_proj"]) // layer.experts
+            dequantized = nbytes["down_proj"] + _EXPERTS_ON_THE_WAY * expert
         return (
             mapped
             + dequantized
-            + nbytes[down]
-            + _SKETCH_COPIES * sum(nbytes[part] for part in sketch)
-            + _RECOVERY_COPIES * sum(nbytes[part] for part in recovery)
+            + _SKETCH_COPIES * sum(nbytes[part] for part in SKETCH)
+            + _RECOVERY_COPIES * sum(nbytes[part] for part in RECOVERY)
         )
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from mreader.errors import NoSpaceError, UsageError, VerifyError
 from mreader.formats.augmented import Augmented
 from mreader.formats.checkpoint import CONFIG
-from mreader.formats.safetensors_file import HashingFile, LazyTensors, as_bytes
+from mreader.formats.safetensors_file import HashingFile
+from mreader.formats.tensors import LazyTensors, as_bytes
 from mreader.native import Piece, open_to_verify, source_pieces
 from mreader.output import (
     CARD,

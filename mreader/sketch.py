@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mreader.formats.codes import BLOCK, Code, count_blocks, pack_digits
+from mreader.formats.codes import BLOCK, Code, count_blocks
+from mreader.formats.coding import fit, pack_digits
 
 # Elements rotated and fitted at once. On a CPU that is four float32 arrays of 3.3 MB a thread. A quarter of this, which
 # a second-level cache would hold, takes 40 % longer in two threads, in calls and in waiting for the interpreter lock. A
@@ -135,8 +136,8 @@ def _fill(sketch: Sketch, matrices: Sequence[Tensor], rotation: Tensor, code: Co
         columns = slice(first * BLOCK, (first + step) * BLOCK)
         dealt = _deal([matrix[:, columns] for matrix in matrices], code)
         rotated = _rotate(dealt.flatten(1, 3), rotation[first : first + step])
-        indices, *fit = code.fit(rotated.view(-1, BLOCK, *dealt.shape[1:4]).movedim(1, -1))
-        fits.append(fit)
+        indices, *found = fit(rotated.view(-1, BLOCK, *dealt.shape[1:4]).movedim(1, -1), code)
+        fits.append(found)
         digits = indices.movedim(-1, 1)
         if missing := -rows % code.per_byte:
             digits[..., -missing:, -1] = 0

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mreader.augment import LayerAugmenter, experts_side_by_side, refuse_non_finite
+from mreader.augment import LayerAugmenter, experts_side_by_side
 from mreader.dequantize import open_tensors
 from mreader.errors import SourceError, VerifyError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import MANIFEST, SOURCE, Augmented
+from mreader.formats.bits import refuse_non_finite
 from mreader.formats.checkpoint import Checkpoint, open_checkpoint
-from mreader.formats.codes import BLOCK, Code, unpack, values
+from mreader.formats.codes import BLOCK, Code
+from mreader.formats.coding import unpack, values
 from mreader.formats.quantized import dequantized
 from mreader.formats.safetensors_file import FileRecord
 from mreader.hashing import changed_files
@@ -119,9 +121,9 @@ def check_hashes(augmented: Augmented, progress: Progress) -> None:
 def _check_finite(augmented: Augmented, progress: Progress) -> None:
     progress.begin("finite values", augmented.checkpoint.nbytes)
     for name, spec in augmented.checkpoint.tensors.items():
-        with augmented.tensors() as tensors:
+        with augmented.bits() as bits:
             try:
-                refuse_non_finite(name, tensors[name])
+                refuse_non_finite(name, bits[name], spec.dtype)
             except SourceError as error:
                 raise VerifyError(error.cause, "convert the source again") from error
         progress.advance(spec.nbytes)

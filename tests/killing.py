@@ -18,7 +18,7 @@ from mreader.cli.memory import keep_freed_memory
 
 # Forks of a process that has imported everything and has no threads yet.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["mreader.convert"])
+_PROCESSES.set_forkserver_preload(["mreader.convert", "mreader.augment"])
 
 # What Python reports (PEP 578) before it changes the file system.
 _CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")

@@ -620,7 +620,7 @@ def test_errors_of_the_work_itself_are_one_line_too(
     def fail(*_: object) -> object:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "/disk/model-00001.safetensors")
 
-    monkeypatch.setattr("mreader.shards.LayerAugmenter", fail)
+    monkeypatch.setattr("mreader.augment.LayerAugmenter", fail)
     ran = mreader("convert", source, tmp_path / "out")
     assert "/disk/model-00001.safetensors" in ran.cause
     assert ran.code == 1

@@ -1,11 +1,13 @@
 """The command line on the small model: what it prints where, and what it exits with."""
 
+import gc
 import io
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from mreader.cli.main import _COMMANDS, _Command, main
+from mreader.importing import without_collecting
 
 OWN_TEXT = Path(__file__).parent.parent / "mreader"
 
@@ -253,8 +256,18 @@ def test_help_of_all_commands_is_that_of_each(name: str) -> None:
     assert command.load().help.split("\n\n")[0].replace("\n", " ") == command.help
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["nonsense"], ["--nonsense"]])
-def test_what_runs_no_command_does_not_import_torch(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--version"], ["--help"], ["nonsense"], ["--nonsense"]),
+        *(["convert", "--help"], ["convert", "--nonsense"], ["convert", "/nowhere/at all", "out"]),
+        *(["convert", "SOURCE", "out", option, "9999"] for option in ("--codes", "--rank", "--score", "--device")),
+        ["convert", "SOURCE", "out", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_what_computes_nothing_does_not_import_torch(arguments: list[str], olmoe_tiny: Path) -> None:
+    arguments = [str(olmoe_tiny) if argument == "SOURCE" else argument for argument in arguments]
     code = f"""
 import sys
 from mreader.cli.main import main
@@ -265,6 +278,35 @@ except SystemExit:
     sys.exit(99 if "torch" in sys.modules else 0)
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("first", "frozen"), [("", True), ("import torch", False)])
+def test_a_conversion_ends_without_looking_for_garbage_where_it_imported_torch(
+    first: str, frozen: bool, olmoe_tiny: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import atexit, gc, os, sys
+from mreader.cli.main import main
+{first}
+# Called after all that is registered later. Python makes nothing of an exit status here.
+atexit.register(lambda: os._exit(0 if (gc.get_freeze_count() > 10_000) == {frozen} else 99))
+sys.argv = ["mreader", "convert", {str(olmoe_tiny)!r}, {str(tmp_path / "out")!r}, "-q", "--device", "cpu"]
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_again_after_an_import_if_it_was_before(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with suppress(ImportError), without_collecting():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,46 @@ def test_more_files_are_hashed_ahead_where_that_is_slower_than_writing(hashed: H
         hashed.wait_for("abcd")
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_weights_move_while_torch_is_imported(source: Path, out: Path, tmp_path: Path, device: str) -> None:
+    """torch waits here until all weights are in their places in the first shard and the next: none waits for torch."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from mreader.convert import convert, plan_conversion
+from mreader.formats.safetensors_file import data_begins
+from mreader.plan import RECOVERY, SHARD_METADATA, SKETCH
+
+def weights(path, shard):  # all of its bytes that are not computed
+    data = path.read_bytes()
+    begins = data_begins(shard.tensors, SHARD_METADATA)
+    moved = [name for name in begins if not name.endswith(SKETCH + RECOVERY)]
+    assert moved
+    return [data[begins[name] : begins[name] + shard.tensors[name].nbytes] for name in moved]
+
+shards = plan_conversion({str(source)!r}, max_shard_bytes=500_000).shards[:2]
+parts = [Path({str(tmp_path)!r}, "out", ".mreader", shard.name + ".part") for shard in shards]
+whole = [weights(Path({str(out)!r}, shard.name), shard) for shard in shards]
+waited = []
+
+def hook(event, arguments):
+    if event == "import" and arguments[0] == "torch" and not waited:
+        waited.append(True)
+        for _ in range(2000):
+            if list(map(weights, parts, shards)) == whole:
+                return
+            time.sleep(0.01)
+        sys.exit("the weights are not there")
+
+sys.addaudithook(hook)
+convert({str(source)!r}, {str(tmp_path / "out")!r}, device={device!r}, max_shard_bytes=500_000)
+assert waited
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert contents(tmp_path / "out") == contents(out)
+
+
 def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     ran = mreader("convert", source, tmp_path / "out", "--dry-run", "--json", "--max-shard-size", "500kb")
     facts = json.loads(ran.out)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mreader.activations import _FUNCTIONS, get_activation
 from mreader.errors import UnsupportedError, UsageError
-from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code, pack, unpack, values
+from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code
+from mreader.formats.coding import pack, unpack, values
 from mreader.kernels import decode as module
 from mreader.kernels.activation_kernel import activate, activation_kind
 from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, repack

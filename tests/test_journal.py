@@ -78,8 +78,8 @@ def test_what_a_crash_left_at_the_end_is_dropped_by_the_next_line(
 
 
 def test_discard(journal: Journal, tmp_path: Path) -> None:
-    journal.discard()
-    journal.discard()
+    Journal.discard(tmp_path)
+    Journal.discard(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mreader.activations import get_activation
 from mreader.errors import UnsupportedError, UsageError
-from mreader.formats.codes import BLOCK, QUATERNARY, TERNARY, Code, pack, values
+from mreader.formats.codes import BLOCK, QUATERNARY, TERNARY, Code
+from mreader.formats.coding import pack, values
 from mreader.kernels.exact import exact
 from mreader.kernels.recover import recover
 from mreader.kernels.rotate import pick_coordinates, rotate

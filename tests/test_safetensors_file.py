@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,17 +24,15 @@ from safetensors.torch import load, save
 
 from mreader.errors import MreaderError, SourceError, UnsupportedError
 from mreader.formats.safetensors_file import (
-    DTYPE_NAMES,
     HashingFile,
-    LazyTensors,
     TensorSpec,
-    as_bytes,
     data_order,
     encode_header,
     parse_header,
     read_header,
     sha256_file,
 )
+from mreader.formats.tensors import DTYPE_NAMES, LazyTensors, as_bytes
 
 ITEM_SIZE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
 HEADER_END = 64
@@ -183,6 +187,53 @@ def test_hashing_file_says_what_is_in_the_file(tmp_path: Path) -> None:
     )
     assert (tmp_path / "file").read_bytes() == data
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=9), st.randoms(), st.sampled_from([1, 1024]))
+def test_hashing_file_may_be_written_in_any_order(data: bytes, cuts: list[int], order: Random, most_parts: int) -> None:
+    """In several parts a call as well, however many the system takes at a time."""
+    ends = sorted({min(cut, len(data)) for cut in (0, *cuts, len(data))})
+    spans = list(pairwise(ends))
+    order.shuffle(spans)
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch("mreader.formats.safetensors_file._MOST_PARTS", most_parts),
+        HashingFile(Path(folder) / "scratch", Path(folder) / "file") as file,
+    ):
+        for begin, end in spans:
+            middle = (begin + end) // 2
+            file.write_at(begin, [data[begin:middle], b"", memoryview(data)[middle:end]])
+        assert file.commit() == (hashlib.sha256(data).hexdigest(), len(data))
+        assert (Path(folder) / "file").read_bytes() == data
+
+
+def test_hashing_file_is_written_by_several_threads(tmp_path: Path) -> None:
+    data = os.urandom(1 << 20)
+    size = 1 << 12
+    with HashingFile(tmp_path / "scratch", tmp_path / "file") as file, ThreadPoolExecutor(8) as threads:
+        begins = [*range(0, len(data), 2 * size), *range(size, len(data), 2 * size)]
+        list(threads.map(lambda begin: file.write_at(begin, [data[begin : begin + size]]), begins))
+        assert file.commit() == (hashlib.sha256(data).hexdigest(), len(data))
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_hashing_file_with_a_gap_does_not_appear(tmp_path: Path) -> None:
+    with HashingFile(tmp_path / "scratch", tmp_path / "file") as file:
+        file.write(b"abc")
+        file.write_at(5, [b"fg"])
+        with pytest.raises(RuntimeError, match="gap at byte 3"):
+            file.commit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hashing_file_that_another_program_cuts_short_does_not_appear(tmp_path: Path) -> None:
+    with HashingFile(tmp_path / "scratch", tmp_path / "file") as file:
+        file.write_at(3, [b"def"])
+        os.truncate(tmp_path / "scratch", 0)
+        file.write(b"abc")
+        with pytest.raises(OSError, match="shrank while it was written"):
+            file.record()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

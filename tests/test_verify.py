@@ -17,7 +17,8 @@ from sources import all_tensors, copied, edit_json, edit_shard, edit_tensor, mak
 
 from mreader import FormatOptions
 from mreader.convert import convert
-from mreader.formats.codes import TERNARY, pack, unpack
+from mreader.formats.codes import TERNARY
+from mreader.formats.coding import pack, unpack
 from mreader.sketch import rotate_rows
 
 USAGE, SOURCE, VERIFY, UNSUPPORTED = 2, 3, 5, 6

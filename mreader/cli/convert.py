@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from mreader.cli.console import counted, err, hide_hub_progress, key_values, percent, print_json, progress, size
-from mreader.cli.memory import keep_freed_memory
+from mreader.cli.memory import end_at_once, keep_freed_memory
 from mreader.cli.options import Device, Json, Quiet, Revision, Token, Verbose, verbosity
 from mreader.convert import convert, plan_conversion
-from mreader.device import pick_device
+from mreader.device import pick_device, refuse_unknown_device
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
 from mreader.output import free_bytes, read_finished, require_space, require_writable
@@ -46,7 +46,9 @@ def convert_command(
     options = FormatOptions(codes, rank, seed, channels, coordinates, score)
     limit = _parse_size(max_shard_size)
     if dry_run:
-        pick_device(device)
+        refuse_unknown_device(device)
+        if device.startswith("cuda"):
+            pick_device(device)
         plan = plan_conversion(
             source, options, out=out, revision=revision, token=token, max_shard_bytes=limit, dtype=dtype
         )
@@ -57,7 +59,9 @@ def convert_command(
         require_space(target, plan)
         return
     keep_freed_memory()
-    hide_hub_progress(level)
+    end_at_once()
+    if not Path(source).is_dir():
+        hide_hub_progress(level)
     start = time.perf_counter()
     with progress(level) as bar:
         plan = convert(

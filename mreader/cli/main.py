@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mreader.cli.console import fail, stop
+from mreader.importing import without_collecting
 
 # Name -> where it is defined, and the first paragraph of its help
 _COMMANDS = {
@@ -82,19 +83,13 @@ class _Commands(TyperGroup):
 
 
 def _import_at_once(name: str) -> Any:
-    """The module. Where it brings in torch, without collecting garbage.
-
-    So many objects are made then, to stay to the end, that looking for garbage among them over and over takes a quarter
-    of the time. Frozen, they are not looked at later either.
-    """
+    """The module. What it brought in, torch for most commands, stays to the end and is not looked at for garbage."""
     if "torch" in sys.modules:
         return importlib.import_module(name)
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
+    with without_collecting():
+        module = importlib.import_module(name)
         gc.freeze()
-        gc.enable()
+    return module
 
 
 app = typer.Typer(

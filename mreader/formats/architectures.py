@@ -3,6 +3,8 @@
 E experts, K routed experts of a token, H hidden size, I channels of one expert.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import tomllib
@@ -10,14 +12,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from mreader.errors import MreaderError, QuantizedError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.quantized import METHODS, quantization
 from mreader.formats.safetensors_file import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mreader.formats.bits import Bits
+
+Array = TypeVar("Array", "Tensor", "Bits")  # weights to compute with, or to move
 
 # Keys of config.json: layers before this one are dense; of so many layers the last is routed.
 _FIRST_LAYER = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -50,7 +57,7 @@ class Matrix:
     transposed: bool = False
     step: int = 1
 
-    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def read(self, tensors: Mapping[str, Array]) -> Array:
         """gate, up: (I, H); down: (H, I); biases of them: (I,) and (H,), in the tensor's own dtype; a view."""
         whole = tensors[self.tensor] if self.expert is None else slice_of(tensors, self.tensor, self.expert)
         return (whole.T if self.transposed else whole)[self.first : self.last : self.step]
@@ -64,12 +71,14 @@ class Matrix:
 class Sliceable(Protocol):
     """Tensors that can be had slice by slice, where a whole one would have to be computed first."""
 
-    def slice(self, name: str, index: int) -> torch.Tensor: ...
+    def slice(self, name: str, index: int) -> Any: ...
 
 
-def slice_of(tensors: Mapping[str, torch.Tensor], name: str, index: int) -> torch.Tensor:
+def slice_of(tensors: Mapping[str, Array], name: str, index: int) -> Array:
     """`tensors[name][index]`, without the rest of it where that can be."""
-    return tensors.slice(name, index) if isinstance(tensors, Sliceable) else tensors[name][index]
+    if isinstance(tensors, Sliceable):
+        return cast("Array", tensors.slice(name, index))
+    return tensors[name][index]
 
 
 @dataclass(frozen=True)

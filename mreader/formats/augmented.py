@@ -3,20 +3,26 @@
 E experts, I channels of an expert, H hidden size, B = 128, nb = ceil(H / B), r rank of the recovery map.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
 from mreader.formats.quantized import dequantized
-from mreader.formats.safetensors_file import LazyTensors, TensorSpec, parse_header
+from mreader.formats.safetensors_file import TensorSpec, parse_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mreader.formats.bits import MappedBits
+    from mreader.formats.tensors import LazyTensors
 
 METHOD = "mreader"
 FORMAT_VERSION = 1
@@ -157,9 +163,15 @@ class Augmented:
 
     def tensors(self) -> LazyTensors:
         """Its tensors, memory-mapped."""
+        from mreader.formats.tensors import LazyTensors  # torch: the rest of this module does without
+
         return LazyTensors(self.folder, self.checkpoint.where)
 
-    def layer(self, layer: RoutedLayer, tensors: LazyTensors) -> dict[str, torch.Tensor]:
+    def bits(self) -> MappedBits:
+        """Its tensors as bits, memory-mapped."""
+        return self.checkpoint.bits()
+
+    def layer(self, layer: RoutedLayer, tensors: LazyTensors) -> dict[str, Tensor]:
         """The tensors of one augmented layer by their names below the experts' prefix."""
         return {part: tensors[f"{layer.prefix}.{part}"] for part in layer_tensors(layer, self.options)}
 

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mreader.errors import SourceError, UnsupportedError
+from mreader.formats.bits import MappedBits
 from mreader.formats.safetensors_file import (
     LFS_POINTER,
     LONE_SURROGATE,
@@ -134,6 +135,10 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Size of the shards."""
         return sum(header.nbytes for header in self.headers.values())
+
+    def bits(self) -> MappedBits:
+        """Its tensors as bits, memory-mapped."""
+        return MappedBits(self.path, self.headers, self.where)
 
     @property
     def path(self) -> Path:

@@ -1,28 +1,36 @@
-"""safetensors files: a strict look at the header, lazy reads, and a writer that streams.
+"""safetensors files: a strict look at the header, and a writer that streams.
 
-The `safetensors` package reads the data (memory-mapped). The header is parsed here as well, because a damaged file must
-be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any weights.
+The `safetensors` package reads the data as tensors (tensors.py). The header is parsed here as well, because a damaged
+file must be told apart from a Git-LFS pointer or a half-finished download, and because a plan needs sizes without any
+weights.
 The package's own `save_file` needs a whole shard in memory, leaves it mode 0600 and does not flush it to disk; a
 converter that holds one expert at a time writes through `HashingFile`.
 
 File: 8 bytes little-endian N, N bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the data.
 """
 
+from __future__ import annotations
+
+import errno
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors import safe_open
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mreader.errors import SourceError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
@@ -30,19 +38,14 @@ _BITS = {
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16},
     **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
-TORCH_DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
 LFS_POINTER = b"version https://git-lfs"  # how the text begins that Git LFS leaves in place of a file
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON can spell it as an escape, UTF-8 cannot
 _LARGEST_HEADER = 100_000_000  # the bound of the reference implementation
 _MOST_AXES = 64
-_WRITEBACK = 1 << 26  # bytes
+# Bytes read and hashed in one go. While torch is imported a thread gets the interpreter lock back only after some
+# milliseconds, so it should not ask for it more often.
+HASHED_AT_ONCE = 1 << 24
+_MOST_PARTS = os.sysconf("SC_IOV_MAX")
 _ALIGNMENT = 64  # bytes: a cache line, and twice what a row of sketch codes needs
 
 
@@ -60,6 +63,11 @@ class TensorSpec:
     @property
     def alignment(self) -> int:
         return max(_BITS[self.dtype] // 8, 1)
+
+    @property
+    def is_whole_bytes(self) -> bool:
+        """Whether no byte holds parts of two numbers."""
+        return _BITS[self.dtype] % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,11 @@ class Header:
     def nbytes(self) -> int:
         """Size of the whole file."""
         return 8 + len(self.text) + sum(spec.nbytes for spec in self.tensors.values())
+
+    @cached_property
+    def begins(self) -> dict[str, int]:
+        """tensor -> its first byte in the file."""
+        return _begins(self.tensors, 8 + len(self.text))
 
 
 def read_header(path: Path) -> Header:
@@ -176,36 +189,6 @@ def _truncated(name: str, size: int, promise: str) -> SourceError:
     )
 
 
-class LazyTensors(Mapping[str, torch.Tensor]):
-    """Memory-mapped tensors of several files, by name; a context manager.
-
-    Pages of a mapped file count as resident until it is closed, so hold one open for a layer, not for a model.
-    """
-
-    def __init__(self, folder: Path, where: Mapping[str, str]) -> None:
-        self._folder, self._where = folder, where
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> "LazyTensors":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file = self._where[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        tensor: torch.Tensor = self._open[file].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
 def data_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
     """The order in which a shard stores its tensors, so that each is aligned without gaps.
 
@@ -233,6 +216,15 @@ def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     return len(text).to_bytes(8, "little") + text
 
 
+def data_begins(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> dict[str, int]:
+    """tensor -> its first byte in the file with the header that `encode_header` gives, in the order of the data."""
+    return _begins({name: tensors[name] for name in data_order(tensors)}, len(encode_header(tensors, metadata)))
+
+
+def _begins(tensors: Mapping[str, TensorSpec], first: int) -> dict[str, int]:
+    return dict(zip(tensors, accumulate((spec.nbytes for spec in tensors.values()), initial=first), strict=False))
+
+
 class FileRecord(NamedTuple):
     """sha256 in hexadecimal and size in bytes of a finished file."""
 
@@ -243,7 +235,7 @@ class FileRecord(NamedTuple):
         return {"sha256": self.sha256, "bytes": self.bytes}
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "FileRecord":
+    def of(cls, entry: Mapping[str, Any]) -> FileRecord:
         """The record in a line of the journal or in a manifest. KeyError or TypeError where it is none."""
         sha256, size = entry["sha256"], entry["bytes"]
         if not isinstance(sha256, str) or type(size) is not int:
@@ -253,52 +245,105 @@ class FileRecord(NamedTuple):
 
 @dataclass
 class HashingFile:
-    """A file that is written once from front to back, hashed on the way, and appears under its name only when whole.
+    """A file that is hashed while it is written, and appears under its name only when whole.
 
-    `commit` flushes it to disk, sets the mode that the umask gives and renames it; without `commit` nothing appears.
+    Its parts may be written in any order, by several threads: some are ready long before others. A thread of its own
+    follows with the hash as far as nothing is missing, and finds in memory what has just been written. `commit` flushes
+    the file to disk, sets the mode that the umask gives and renames it; without `commit` nothing appears.
     """
 
     scratch: Path
     target: Path
-    _hash: Any = field(default_factory=hashlib.sha256, init=False)
-    _size: int = field(default=0, init=False)
-    _under_way: int = field(default=0, init=False)
+    _whole: int = field(default=0, init=False)  # bytes from the start without a gap
+    _beyond: dict[int, int] = field(default_factory=dict, init=False)  # parts behind a gap: begin -> end
+    _ended: bool = field(default=False, init=False)
+    _abandoned: bool = field(default=False, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
 
-    def __enter__(self) -> "HashingFile":
+    def __enter__(self) -> HashingFile:
         self.scratch.unlink(missing_ok=True)  # what a killed run left has the mode of its own umask
-        self._file = self.scratch.open("wb", buffering=0)
+        self._file = self.scratch.open("w+b", buffering=0)
         self._hasher = ThreadPoolExecutor(1)
+        self._hash = self._hasher.submit(self._follow)
         return self
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`; it is hashed while it is written."""
-        hashed = self._hasher.submit(self._hash.update, data)
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        self._size += len(view)
-        while len(view):
-            view = view[self._file.write(view) :]
-        if self._size - self._under_way >= _WRITEBACK:
-            # Starts the disk now, without waiting for it: `commit` would find gigabytes to flush otherwise.
-            os.posix_fadvise(self._file.fileno(), self._under_way, 0, os.POSIX_FADV_DONTNEED)
-            self._under_way = self._size
-        hashed.result()
+    def write(self, data: Buffer) -> None:
+        """Append `data`."""
+        self.write_at(self._whole, [data])
+
+    def write_at(self, position: int, parts: Sequence[Buffer]) -> None:
+        """Write `parts`, one after the other, from byte `position` on, which nothing else is written to."""
+        end = _write_all(self._file.fileno(), parts, position)
+        if end == position:
+            return
+        # Starts the disk now, without waiting for it: `commit` would find gigabytes to flush otherwise.
+        os.posix_fadvise(self._file.fileno(), position, end - position, os.POSIX_FADV_DONTNEED)
+        with self._changed:
+            self._beyond[position] = end
+            while self._whole in self._beyond:
+                self._whole = self._beyond.pop(self._whole)
+            self._changed.notify()
 
     def record(self) -> FileRecord:
-        """The record of what has been written."""
-        return FileRecord(self._hash.hexdigest(), self._size)
+        """The record of what has been written, which is all: nothing is written after this."""
+        if self._beyond:
+            raise RuntimeError(f"{self.scratch} has a gap at byte {self._whole}")
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        return FileRecord(self._hash.result(), self._whole)
 
     def commit(self) -> FileRecord:
         """Make the file appear at `target`; its record."""
         os.fsync(self._file.fileno())
+        record = self.record()
+        self._hasher.shutdown()
         self._file.close()
         self.scratch.replace(self.target)
         sync_folder(self.target.parent)
-        return self.record()
+        return record
 
     def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify()
         self._hasher.shutdown()
         self._file.close()
         self.scratch.unlink(missing_ok=True)
+
+    def _follow(self) -> str:
+        """The sha256 of the whole file, in hexadecimal."""
+        digest, position, buffer = hashlib.sha256(), 0, bytearray()
+        while (size := min(self._whole_beyond(position) - position, HASHED_AT_ONCE)) > 0:
+            if len(buffer) < size:
+                buffer = bytearray(size)
+            with memoryview(buffer) as view:
+                read = os.preadv(self._file.fileno(), [view[:size]], position)
+                if read == 0:
+                    raise OSError(errno.EIO, "shrank while it was written", str(self.scratch))
+                digest.update(view[:read])
+            position += read
+        return digest.hexdigest()
+
+    def _whole_beyond(self, position: int) -> int:
+        """Waits for the start without a gap to grow beyond `position`; to where it goes, `position` where it ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._whole > position or self._ended or self._abandoned)
+            return position if self._abandoned else self._whole
+
+
+def _write_all(descriptor: int, parts: Sequence[Buffer], position: int) -> int:
+    """Write all parts in as few calls as there may be, each without the interpreter lock; where they end."""
+    views = (memoryview(part) for part in parts)
+    left = deque(view.cast("B") for view in views if view.nbytes)
+    while left:
+        written = os.pwritev(descriptor, list(islice(left, _MOST_PARTS)), position)
+        position += written
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]
+    return position
 
 
 def sync_folder(folder: Path) -> None:
@@ -310,16 +355,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order; a view where it is contiguous."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: bytes | memoryview = flat.view(torch.uint8).numpy().data
-    return memoryview(data)
-
-
-def sha256_file(path: Path, progress: Callable[[int], None] = lambda _: None, chunk: int = 1 << 22) -> str:
+def sha256_file(path: Path, progress: Callable[[int], None] = lambda _: None, chunk: int = HASHED_AT_ONCE) -> str:
     """sha256 of a file in hexadecimal; `progress` is told the size of each chunk."""
     digest = hashlib.sha256()
     for data in _chunks(path, chunk):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mreader.budget import Layout
-from mreader.formats.codes import Code, pack, unpack
+from mreader.formats.codes import Code
+from mreader.formats.coding import pack, unpack
 
 MOST_CANDIDATES = (1 << 16) - 1  # of a token: select counts them in 16 bits
 TILE = 64  # channels: 16 bytes of gate codes and 16 of up codes are one sector of DRAM

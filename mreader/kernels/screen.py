@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mreader.formats.codes import Code, unpack, values
+from mreader.formats.codes import Code
+from mreader.formats.coding import unpack, values
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mreader.budget import BlockShape
 from mreader.errors import UsageError
-from mreader.formats.codes import get_code, values
+from mreader.formats.codes import get_code
+from mreader.formats.coding import fit, values
 from mreader.kernels.screen import tokens_by_expert
 from mreader.reader import ExpertLayer
 from mreader.selectors.reads import PROXY_BITS
@@ -119,7 +120,7 @@ class Layer:
         code = get_code("quaternary")
 
         def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-            indices, scales, _ = code.fit(rows.float())
+            indices, scales, _ = fit(rows.float(), code)
             return values(indices.to(torch.uint8), code), scales.float()
 
         return Rounded.of(self.gate_up, rounded)

@@ -22,7 +22,7 @@ from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, Matrix, RoutedLayer, find_architecture
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions, is_augmented, open_augmented
 from mreader.formats.checkpoint import open_checkpoint
-from mreader.formats.safetensors_file import TORCH_DTYPES
+from mreader.formats.tensors import TORCH_DTYPES
 from mreader.progress import Progress
 from mreader.reader import ExpertLayer
 from mreader.runtime import auto_class, experts_modules, load, runtime_of
