@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mreader.errors import MreaderError, QuantizedError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
@@ -76,9 +76,9 @@ class Sliceable(Protocol):
 
 def slice_of(tensors: Mapping[str, Array], name: str, index: int) -> Array:
     """`tensors[name][index]`, without the rest of it where that can be."""
-    if isinstance(tensors, Sliceable):
-        return cast("Array", tensors.slice(name, index))
-    return tensors[name][index]
+    slices: Any = tensors if isinstance(tensors, Sliceable) else None
+    part: Array = tensors[name][index] if slices is None else slices.slice(name, index)
+    return part
 
 
 @dataclass(frozen=True)
