@@ -161,7 +161,7 @@ def _reads_sparsely(module: Any, x: Tensor, routed: int) -> bool:
 
 
 def _largest_sparse_batch(module: Any, device: torch.device, routed: int) -> int:
-    E, I, H = _stored_weights(module)[1].shape
+    E, I, H = stored_weights(module)[1].shape
     return largest_sparse_batch(device_name(device), LayerShape(E, routed, H, I))
 
 
@@ -177,7 +177,7 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     from mreader.kernels.decode import decode
     from mreader.kernels.layout import MOST_CANDIDATES
 
-    if ids.shape[1] * _stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
+    if ids.shape[1] * stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
         return read(x, ids, weights, _layer_of(module, x.device), settings)
     layer = _repacked(module, x.device)
     parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, max(len(x), 1), _TOKENS_AT_ONCE)]
@@ -191,7 +191,7 @@ def _dense(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if _has_kernels(module, x) and not differentiated:
         from mreader.kernels.dense import dense
 
-        return dense(x, ids, weights, *_stored_weights(module), module.mreader_activation.name)
+        return dense(x, ids, weights, *stored_weights(module), module.mreader_activation.name)
     eager = type(module).forward.__wrapped__
     stock = ALL_EXPERTS_FUNCTIONS.get_interface(module.mreader_dense, eager)
     output: Tensor = stock(module, x, ids, weights)
@@ -212,14 +212,14 @@ def _repacked(module: Any, device: torch.device) -> DecodeLayer:
 
 def _layer_of(module: Any, device: torch.device) -> ExpertLayer:
     stored = module.sketch.on(device)
-    gate_up, down = _stored_weights(module)
+    gate_up, down = stored_weights(module)
     if is_biased(module):
         E, _, I, _ = gate_up.shape
         stored |= {"gate_up_proj_bias": module.gate_up_proj_bias.view(E, 2, I), "down_proj_bias": module.down_proj_bias}
     return ExpertLayer.of(gate_up, down, stored, module.mreader.stored.code, module.mreader_activation)
 
 
-def _stored_weights(module: Any) -> tuple[Tensor, Tensor]:
+def stored_weights(module: Any) -> tuple[Tensor, Tensor]:
     """gate_up (E, 2, I, H) and down (E, I, H), the layout of the checkpoint."""
     gate_up, down = module.gate_up_proj, module.down_proj.mT
     if _is_transposed(module):

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import MODEL_TYPES, VOCABULARY, is_in_transformers, save_tiny
 from commands import mreader
+from sources import all_tensors, read_json
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import mreader as package
+from mreader.errors import UnsupportedError
+from mreader.selectors.subject import open_subject
 
 TYPES = ("aria", "gemma4", "glm4v_moe", "glm5_next", "hy_v4_vl", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
 
@@ -40,6 +44,21 @@ def one_letter_a_token() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({chr(32 + i): i for i in range(VOCABULARY)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ")
+
+
+def test_selectors_see_the_weights_of_the_file(converted: Path) -> None:
+    """Also of a type whose experts transformers has with their axes swapped (aria); clamped ones are refused."""
+    stored = all_tensors(converted)
+    prefixes = sorted(name.removesuffix("sketch_codes") for name in stored if name.endswith(".sketch_codes"))
+    for folder in (converted, converted.parent / "source"):
+        try:
+            subject = open_subject(folder, "bfloat16", "cpu")
+        except UnsupportedError:
+            assert "swiglu_limit" in read_json(folder / "config.json")["text_config"]
+            continue
+        for prefix, layer in zip(prefixes, subject.layers, strict=True):
+            torch.testing.assert_close(layer.gate_up, stored[f"{prefix}gate_up_proj"], rtol=0, atol=0)
+            torch.testing.assert_close(layer.down, stored[f"{prefix}down_proj"], rtol=0, atol=0)
 
 
 def test_generate(converted: Path) -> None:

@@ -19,6 +19,7 @@ from mreader.backend import layout_on
 from mreader.budget import BlockShape
 from mreader.device import pick_device
 from mreader.errors import SourceError, UnsupportedError, UsageError
+from mreader.experts import stored_weights
 from mreader.formats.architectures import Architecture, Matrix, RoutedLayer, find_architecture
 from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions, is_augmented, open_augmented
 from mreader.formats.checkpoint import open_checkpoint
@@ -153,7 +154,8 @@ def _of_augmented(model: PreTrainedModel) -> Subject:
 
 def _sketch(module: Any, ordinal: int, activation: str, options: FormatOptions) -> ExpertLayer:
     """What a conversion would compute from the module's weights."""
-    E, H, I = module.down_proj.shape
+    gate_up, down = stored_weights(module)
+    E, _, I, H = gate_up.shape
     layer = RoutedLayer(
         number=ordinal,
         ordinal=ordinal,
@@ -166,7 +168,7 @@ def _sketch(module: Any, ordinal: int, activation: str, options: FormatOptions) 
         up=tuple(Matrix("gate_up", expert, I, 2 * I) for expert in range(E)),
         down=tuple(Matrix("down", expert) for expert in range(E)),
     )
-    tensors = {"gate_up": module.gate_up_proj.detach(), "down": module.down_proj.detach()}
+    tensors = {"gate_up": gate_up.detach().flatten(1, 2), "down": down.detach().mT}
     device = module.down_proj.device
     with experts_side_by_side(device) as pool:
         augmenter = LayerAugmenter(layer, tensors, options, device, pool)
@@ -175,11 +177,5 @@ def _sketch(module: Any, ordinal: int, activation: str, options: FormatOptions) 
 
 
 def _expert_layer(module: Any, parts: Mapping[str, Tensor], activation: str, code: Any) -> ExpertLayer:
-    E, rows, H = module.gate_up_proj.shape
-    return ExpertLayer.of(
-        module.gate_up_proj.detach().view(E, 2, rows // 2, H),
-        module.down_proj.detach().transpose(1, 2),
-        parts,
-        code,
-        get_activation(activation),
-    )
+    gate_up, down = (weights.detach() for weights in stored_weights(module))
+    return ExpertLayer.of(gate_up, down, parts, code, get_activation(activation))
