@@ -19,6 +19,7 @@ from mreader.progress import Progress
 from mreader.runtime import reader_mode, runtime_of
 
 _TOKENS_AT_ONCE = 4096
+_LOGITS_AT_ONCE = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
     progress.begin("evaluating", windows.numel(), "tokens")
     refuse_unknown_tokens(model, windows)
     sums = torch.zeros(4, dtype=torch.float64)
-    for batch in window_batches(windows):
+    for batch in window_batches(windows, vocabulary_of(model)):
         batch = batch.to(model.device)
         dense, sparse = (_logits(model, batch, mode) for mode in ("never", "always"))
         sums += compare_windows(dense, sparse, batch).sum(0)
@@ -115,16 +116,21 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
 
 def refuse_unknown_tokens(model: PreTrainedModel, windows: Tensor) -> None:
     """UsageError where a token id is outside the model's vocabulary."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_of(model)
     if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
         raise UsageError(
             f"token id {int(windows.max())} is outside the vocabulary of {vocabulary}", "use its tokenizer"
         )
 
 
-def window_batches(windows: Tensor) -> Iterator[Tensor]:
-    """So many windows at a time as fit."""
-    at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """V, the number of tokens that the model has embeddings for."""
+    return int(model.get_input_embeddings().num_embeddings)
+
+
+def window_batches(windows: Tensor, vocabulary: int) -> Iterator[Tensor]:
+    """So many windows at a time that their tokens, and their logits, fit."""
+    at_once = max(1, min(_TOKENS_AT_ONCE, _LOGITS_AT_ONCE // vocabulary) // windows.shape[1])
     for start in range(0, len(windows), at_once):
         yield windows[start : start + at_once]
 

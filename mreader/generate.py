@@ -1,5 +1,6 @@
 """Text from an augmented checkpoint, token by token."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens is {self.max_new_tokens}", "choose 1 or more")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UsageError(f"temperature is {self.temperature}", "choose 0 (most likely token) or more")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed is {self.seed}", "choose 0 to 2**64 - 1")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p is {self.top_p}", "choose a fraction above 0, at most 1")
 

@@ -47,7 +47,7 @@ class Journal:
         lines += [{"source": name, **record.entry()} for name, record in journal.sources.items()]
         lines += [{"shard": name, **record.entry()} for name, record in journal.shards.items()]
         part = folder / f"{JOURNAL}.part"
-        _write_durably(part, "wb", lines)
+        write_durably(part, "wb", lines)
         part.replace(journal._path)
         sync_folder(folder)
         return journal
@@ -100,10 +100,10 @@ class Journal:
         if self._whole is not None:
             os.truncate(self._path, self._whole)  # what a crash left behind the last whole line
             self._whole = None
-        _write_durably(self._path, "ab", [line])
+        write_durably(self._path, "ab", [line])
 
 
-def _write_durably(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
+def write_durably(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
     with path.open(mode) as file:
         file.writelines(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         file.flush()
@@ -112,18 +112,18 @@ def _write_durably(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) ->
 
 def refuse_other_request(recorded: Mapping[str, Any], asked: Mapping[str, Any], out: Path) -> None:
     """UsageError, naming the first difference, unless both requests are the same."""
-    for path, before, now in _differences("", recorded, asked):
+    for path, before, now in differences("", recorded, asked):
         raise UsageError(
             f"{out} holds a conversion with {path} = {before}, this one has {path} = {now}",
             "use the same source, options and versions to resume, or --overwrite to start again",
         )
 
 
-def _differences(path: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+def differences(path: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         return [
             difference
             for key in [*before, *(k for k in now if k not in before)]
-            for difference in _differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
+            for difference in differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
         ]
     return [] if before == now else [(path, before, now)]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mreader.errors import UsageError
 
 if TYPE_CHECKING:
-    from mreader.selectors.harness import Run
+    from mreader.selectors.pairs import Pair
+    from mreader.selectors.runs import Run
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -26,7 +27,7 @@ svg { max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
+th:nth-child(-n+4), td:nth-child(-n+4) { text-align: left; }
 .infeasible { color: #999; }
 </style>
 </head>
@@ -40,14 +41,27 @@ $rows
 </body>
 </html>
 """)
-_COLUMNS = ("selector", "keep", "recovery", "reads_asked", "reads_used", "k", "kl", "top1", "note")
+_COLUMNS = ("selector", "variant", "keep", "recovery", "reads_asked", "reads_used", "k", "kl", "top1", "note")
+_PICTURES = ("png", "svg", "pdf")
 _SMOOTHED = 16  # positions that a point of the drift figure averages
 
 
-def require_matplotlib() -> None:
-    """UsageError where it is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+def refuse_bad_files(csv: Path | None, html: Path | None, plot: Path | None) -> None:
+    """UsageError where one of the files could not be written after hours of work."""
+    if (html is not None or plot is not None) and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("matplotlib is not installed", "pip install 'mreader[plot]'")
+    for file in (csv, html, plot):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise UsageError(f"{file} cannot be written", "name a file in a folder that there is")
+    if plot is not None:
+        _kind_of_picture(plot)
+
+
+def _kind_of_picture(file: Path) -> str:
+    kind = file.suffix.lstrip(".").lower()
+    if kind not in _PICTURES:
+        raise UsageError(f"{file} is no picture", "name a .png, .svg or .pdf file")
+    return kind
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -60,32 +74,44 @@ def write_csv(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def write_plot(runs: "Sequence[Run]", file: Path) -> None:
-    """KL against the reads really used, a line a selector."""
-    suffix = file.suffix.lstrip(".") or "png"
-    if suffix not in ("png", "svg", "pdf"):
-        raise UsageError(f"{file} is no picture", "name a .png, .svg or .pdf file")
-    _write(file, _picture(runs, _draw_kl, suffix))
+    """KL against the reads really used, a line a selector; of ablations, what each change does to it."""
+    _, draw = _figures(runs)[0]
+    _write(file, _picture(runs, draw, _kind_of_picture(file)))
 
 
 def write_html(runs: "Sequence[Run]", title: str, file: Path) -> None:
     """Figures and table in one file."""
-    figures = {
-        "KL against reads": _draw_kl,
-        "Keep rules: threshold against top-k at the same reads": _draw_pairs,
-        "Reads of thresholds over the position in a window": _draw_drift,
-        "Channels kept by layer": _draw_layers,
-    }
     drawn = [
         f"<h2>{html.escape(name)}</h2>\n{_picture(runs, draw, 'svg').decode().partition('<svg')[2].join(('<svg', ''))}"
-        for name, draw in figures.items()
+        for name, draw in _figures(runs)
     ]
     page = _PAGE.substitute(
         title=html.escape(title),
         figures="\n".join(drawn),
         head="".join(f"<th>{name}</th>" for name in _COLUMNS),
-        rows="\n".join(_html_row(run) for run in runs),
+        rows="\n".join(_html_row(run) for run in in_order(runs)),
     )
     _write(file, page.encode())
+
+
+def in_order(runs: "Sequence[Run]") -> "list[Run]":
+    """Best first at every budget; what cannot keep to it comes last."""
+    return sorted(runs, key=lambda run: (run.budget, run.kl is None, run.kl or 0.0))
+
+
+Draw = Callable[[Any, "Sequence[Run]"], None]
+
+
+def _figures(runs: "Sequence[Run]") -> list[tuple[str, Draw]]:
+    """What there is to see, the most important first."""
+    if any(run.job.variant for run in runs):
+        return [("What one change does to KL, at equal reads", _draw_ablations)]
+    return [
+        ("KL against reads", _draw_kl),
+        ("Keep rules: threshold against top-k at the same reads", _draw_pairs),
+        ("Reads of thresholds over the position in a window", _draw_drift),
+        ("Channels kept by layer", _draw_layers),
+    ]
 
 
 def _html_row(run: "Run") -> str:
@@ -96,7 +122,7 @@ def _html_row(run: "Run") -> str:
     return f"<tr{' class=infeasible' if run.kl is None else ''}>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>"
 
 
-def _picture(runs: "Sequence[Run]", draw: Callable[[Any, "Sequence[Run]"], None], kind: str) -> bytes:
+def _picture(runs: "Sequence[Run]", draw: Draw, kind: str) -> bytes:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -115,21 +141,25 @@ def _picture(runs: "Sequence[Run]", draw: Callable[[Any, "Sequence[Run]"], None]
     return bytes_.getvalue()
 
 
+def _color(run: "Run") -> str:
+    """One for each selector, the same in all figures."""
+    from mreader.selectors.scores import SCORES
+
+    return "black" if run.job.selector == "reader" else f"C{list(SCORES).index(run.job.selector) - 1}"
+
+
 def _draw_kl(axes: Any, runs: "Sequence[Run]") -> None:
     lines: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         if run.keep_name in ("topk", "threshold"):
             lines.setdefault((run.job.selector, run.keep_name), []).append(run)
-    colors = {
-        name: f"C{i}" if name != "reader" else "black" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))
-    }
     for (selector, keep), members in lines.items():
         best = sorted(_best_by_budget(members), key=lambda run: run.reads or 0.0)
         axes.plot(
             [100 * (run.reads or 0.0) for run in best],
             [run.kl for run in best],
             "o-" if keep == "topk" else "x:",
-            color=colors[selector],
+            color=_color(members[0]),
             label=f"{selector}, {keep}",
         )
     axes.set_yscale("log")
@@ -149,37 +179,62 @@ def _draw_pairs(axes: Any, runs: "Sequence[Run]") -> None:
     from mreader.selectors.pairs import keep_pairs
 
     pairs = keep_pairs(runs)
-    labels = [f"{pair.selector}, {pair.recovery}, {100 * pair.budget:.4g} %" for pair in pairs]
+    names = [f"{run.job.selector}, {run.job.recovery}, {100 * run.budget:.4g} %" for run in (p.run for p in pairs)]
+    _draw_differences(axes, pairs, names)
+    axes.set_xlabel("KL of the threshold less that of top-k at the reads it used, % of the latter")
+
+
+def _draw_ablations(axes: Any, runs: "Sequence[Run]") -> None:
+    from mreader.selectors.ablations import as_it_is
+    from mreader.selectors.pairs import compare_windowwise
+
+    pairs = [compare_windowwise(run, as_it_is(run, runs)) for run in runs if run.job.variant]
+    names = [f"{run.job.variant}, {100 * run.budget:.4g} %" for run in runs if run.job.variant]
+    _draw_differences(axes, [pair for pair in pairs if pair is not None], names)
+    axes.set_xlabel("KL less that of the reader as it is, % of the latter")
+
+
+def _draw_differences(axes: Any, pairs: "Sequence[Pair]", names: Sequence[str]) -> None:
+    """Of each pair the difference of the first, relative to the other; bars are two standard errors."""
+    units = [100 / (pair.other.kl or 1.0) for pair in pairs]
     axes.errorbar(
-        [pair.difference for pair in pairs], range(len(pairs)), xerr=[2 * pair.error for pair in pairs], fmt="o"
+        [unit * pair.difference for unit, pair in zip(units, pairs, strict=True)],
+        range(len(pairs)),
+        xerr=[2 * unit * pair.error for unit, pair in zip(units, pairs, strict=True)],
+        fmt="o",
     )
-    axes.set_yticks(range(len(pairs)), labels, fontsize="xx-small")
+    axes.figure.set_figheight(max(5.0, 0.2 * len(pairs)))
+    axes.set_yticks(range(len(pairs)), names, fontsize="small")
+    axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=1)
-    axes.set_xlabel("KL of the threshold less that of top-k at the reads it used; bars are two standard errors")
 
 
 def _draw_drift(axes: Any, runs: "Sequence[Run]") -> None:
-    for run in runs:
-        if run.keep_name == "threshold" and run.job.recovery == "none" and run.budget == runs[-1].budget:
-            smooth = _smoothed(run.reads_positions, 16)
-            axes.plot(
-                [16 * i + 8 for i in range(len(smooth))], [100 * value for value in smooth], label=run.job.selector
-            )
+    for run in _largest_thresholds(runs):
+        smooth = _smoothed(run.reads_positions)
+        middles = [_SMOOTHED * i + _SMOOTHED / 2 for i in range(len(smooth))]
+        axes.plot(middles, [100 * value for value in smooth], color=_color(run), label=run.job.selector)
     axes.set_xlabel("position in the window")
     axes.set_ylabel("reads, % of the dense ones")
 
 
 def _draw_layers(axes: Any, runs: "Sequence[Run]") -> None:
-    for run in runs:
-        if run.keep_name == "threshold" and run.job.recovery == "none" and run.budget == runs[-1].budget:
-            axes.plot(range(len(run.kept_layers)), run.kept_layers, "o-", label=run.job.selector)
+    for run in _largest_thresholds(runs):
+        axes.plot(range(len(run.kept_layers)), run.kept_layers, "o-", color=_color(run), label=run.job.selector)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer")
     axes.set_ylabel("channels kept a token")
 
 
-def _smoothed(values: Sequence[float], width: int) -> list[float]:
-    return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), width))]
+def _largest_thresholds(runs: "Sequence[Run]") -> "list[Run]":
+    """Of every selector the threshold at the largest budget, nothing recovered."""
+    largest = max((run.budget for run in runs), default=0.0)
+    return [r for r in runs if r.keep_name == "threshold" and r.job.recovery == "none" and r.budget == largest]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    parts = (values[i : i + _SMOOTHED] for i in range(0, len(values), _SMOOTHED))
+    return [sum(part) / len(part) for part in parts]
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -32,7 +32,7 @@ from mreader.activations import get_activation
 from mreader.budget import BlockShape, Budget, Layout, Reads, count_reads
 from mreader.errors import SourceError, UsageError
 from mreader.experts import expect_layer, experts_forward, is_biased, layout_of, view_as_stock
-from mreader.formats.architectures import predicting_layers, routed_part, routing
+from mreader.formats.architectures import known_model_types, predicting_layers, routed_part, routing
 from mreader.formats.augmented import METHOD, FormatOptions, open_augmented
 from mreader.formats.safetensors_file import read_header
 from mreader.reader import ReadSettings
@@ -140,9 +140,9 @@ def attach(model: PreTrainedModel, options: FormatOptions, expected: Expected) -
         module.mreader, module.mreader_dense = runtime, dense
     if METHOD not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
-    _routed_part(model).set_experts_implementation(METHOD)
+    text_part(model).set_experts_implementation(METHOD)
     _watch_decoding(model, runtime)
-    model.mreader = runtime
+    model.mreader = text_part(model).mreader = runtime
 
 
 def load(
@@ -240,15 +240,21 @@ def _resolve(budget: Budget, shape: BlockShape) -> ReadSettings:
     return budget.resolve(shape)
 
 
-def _routed_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of the model that the format's routed experts are in: mostly all of it."""
-    part: PreTrainedModel = model.get_submodule(routed_part(model.config.to_dict()))
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of the model that reads and writes text, with the format's routed experts: mostly all of it."""
+    part: PreTrainedModel = model.get_submodule(_path_of_text(model))
     return part
+
+
+def _path_of_text(model: PreTrainedModel) -> str:
+    """Also of such a part itself, whose type is none that a checkpoint has."""
+    config = model.config.to_dict()
+    return routed_part(config) if config.get("model_type") in known_model_types() else ""
 
 
 def experts_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """The modules behind transformers' experts interface, with gate and up fused."""
-    within = routed_part(model.config.to_dict())
+    within = _path_of_text(model)
     for name, module in model.named_modules():
         if within and not name.startswith(f"{within}."):
             continue

@@ -87,10 +87,21 @@ def sketch_matrices(matrices: Sequence[Tensor], signs: Tensor, code: Code) -> Sk
     NaN or infinity in a row makes the errors of its block non-finite. Raises UnsupportedError where a block's scale
     does not fit FP16.
     """
+    return _sketch(matrices, _signed_hadamard(signs.to(matrices[0].device)), code)
+
+
+def sketch_unrotated(matrices: Sequence[Tensor], code: Code) -> Sketch:
+    """The same fit to the rows as they are: what rotation is measured against. No checkpoint holds such a sketch."""
+    blocks = count_blocks(matrices[0].shape[1])
+    rotation = torch.eye(BLOCK, device=matrices[0].device).expand(blocks, -1, -1) / _UNIT
+    return _sketch(matrices, rotation, code)
+
+
+def _sketch(matrices: Sequence[Tensor], rotation: Tensor, code: Code) -> Sketch:
+    """rotation: (nb, B, B) float32, sqrt(128) times an orthogonal matrix a block."""
     channels, hidden = matrices[0].shape
     device = matrices[0].device
     sketch = _empty_sketch(len(matrices), channels, hidden, code, device)
-    rotation = _signed_hadamard(signs.to(device))
     groups = _row_groups(channels, device)
     at_once = max(_chunk(device) // (groups[0].stop * hidden), 1)
     for first in range(0, len(matrices), at_once):
@@ -176,7 +187,7 @@ def _signed_hadamard(signs: Tensor) -> Tensor:
 def _rotate(rows: Tensor, rotation: Tensor) -> Tensor:
     """(nb, R, B) -> (nb, B, R), float32: the blocks of all rows times Hadamard_128 . diag(signs) / sqrt(128).
 
-    rotation: (nb, B, B) float32 - Hadamard_128 . diag(signs)
+    rotation: (nb, B, B) float32 - Hadamard_128 . diag(signs), or sqrt(128) times the identity
     The products are exact, +-w, whatever precision the device's float32 product has for weights of 16 bits; only
     the sums round. The factor 1 / sqrt(128) comes last for that reason.
     """

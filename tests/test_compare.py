@@ -13,10 +13,11 @@ import torch
 from commands import mreader
 
 from mreader.errors import UsageError
-from mreader.report import write_html, write_plot
-from mreader.selectors.grid import Grid, parse_reads, split_tokens
-from mreader.selectors.harness import Job, Run
-from mreader.selectors.pairs import Count, Pair, count_verdicts, keep_pairs, mean_and_error
+from mreader.report import write_html
+from mreader.selectors.grid import Grid, parse_reads, read_texts
+from mreader.selectors.jobs import Job, Reader
+from mreader.selectors.pairs import Count, Pair, compare_windowwise, count_verdicts, keep_pairs, mean_and_error
+from mreader.selectors.runs import Run
 from mreader.selectors.scores import SCORES
 
 TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"  # 1,024 ids
@@ -102,6 +103,8 @@ class TestCompare:
         assert ran.code == 0, ran.err
         assert "infeasible" in ran.out
         assert "cats cannot read 30 %" in ran.err
+        (line,) = [line for line in ran.out.splitlines() if line.split()[:3] == ["oracle", "none", "40.00"]]
+        assert line.count("±") == 2  # of its reads, and of KL less that of top-k
         assert "top-k against thresholds, at the budget: " in " ".join(ran.out.split())
 
     def test_a_source_is_sketched_as_asked(self, rows: list[dict[str, Any]], olmoe_tiny: Path) -> None:
@@ -114,10 +117,14 @@ class TestCompare:
         (wider,) = compare(olmoe_tiny, *options, "--rank", 64)
         assert wider["k"] < ternary["k"]
 
-    def test_codes_are_for_sources(self, olmoe_augmented: Path) -> None:
-        ran = mreader("compare", olmoe_augmented, "--tokens", TOKENS, *SHAPE, "--codes", "quaternary")
-        assert ran.code == 2
-        assert "has a sketch already" in ran.cause
+    def test_an_augmented_checkpoint_is_sketched_otherwise_from_its_native_weights(
+        self, olmoe_tiny: Path, olmoe_augmented: Path
+    ) -> None:
+        options = ("--reads", 0.4, "--selectors", "reader", "--recovery", "map", "--keep", "topk")
+        codes = ("--codes", "quaternary")
+        (source,), (augmented,) = (compare(model, *options, *codes) for model in (olmoe_tiny, olmoe_augmented))
+        assert augmented["k"] == source["k"]
+        assert augmented["kl"] == pytest.approx(source["kl"], rel=1e-4)  # the same sketch, dense logits of other sums
 
     def test_a_source_and_its_augmented_checkpoint_are_the_same(
         self, rows: list[dict[str, Any]], olmoe_augmented: Path
@@ -128,6 +135,75 @@ class TestCompare:
         expected = only(rows, selector="reader", recovery="map", keep="topk", reads_asked=0.3)
         assert row["kl"] == pytest.approx(expected["kl"], rel=0.01)  # recovery maps by products of another precision
         assert row["k"] == expected["k"]
+
+
+@pytest.fixture(scope="module")
+def ablated(olmoe_tiny: Path) -> list[dict[str, Any]]:
+    return compare(olmoe_tiny, "--ablations", "--reads", "0.25,0.4")
+
+
+class TestAblations:
+    def test_one_thing_is_changed_at_a_time(self, ablated: list[dict[str, Any]]) -> None:
+        assert [row["variant"] for row in ablated if row["reads_asked"] == 0.4] == [
+            "",
+            "k of every expert alike",
+            "rotation off",
+            *(f"{n} coordinates" for n in (48, 64, 96, 112, 128)),
+            "recovery off",
+            *(f"rank {n}" for n in (8, 16, 64)),
+            "score norm",
+            "score rho",
+            "quaternary codes",
+        ]
+
+    def test_every_variant_reads_what_was_asked_for(self, ablated: list[dict[str, Any]]) -> None:
+        """And not a channel less, of three rows of 16 sectors; per expert as well."""
+        for row in ablated:
+            if row["kl"] is not None:
+                assert row["reads_asked"] - 48 / 24_576 < row["reads_used"] <= row["reads_asked"]
+
+    def test_what_is_read_to_decide_is_not_there_to_keep(self, ablated: list[dict[str, Any]]) -> None:
+        """Channels kept at 40 %: sectors of codes are 2 K nb n_c, of a map of rank r the half bytes 2 r (H + K I)."""
+        base = only(ablated, variant="", reads_asked=0.4)["k"]
+        kept = {row["variant"]: row["k"] for row in ablated if row["reads_asked"] == 0.4}
+        for coordinates in (48, 64, 96, 112, 128):
+            expected = (80 - coordinates) * 2 * 8 * 2 / 48
+            assert kept[f"{coordinates} coordinates"] == pytest.approx(base + expected, abs=1)
+        for rank, name in ((0, "recovery off"), (8, "rank 8"), (16, "rank 16"), (64, "rank 64")):
+            expected = (32 - rank) * 2 * (256 + 8 * 64) / 32 / 48
+            assert kept[name] == pytest.approx(base + expected, abs=1)
+        assert kept["rotation off"] == kept["score norm"] == base
+        assert kept["score rho"] == base - (2 * 8 * 2 * 2 * 64 / 32) // 48 - 1
+
+    def test_a_variant_is_the_reader_that_was_asked_for_so(
+        self, ablated: list[dict[str, Any]], olmoe_tiny: Path
+    ) -> None:
+        options = ("--selectors", "reader", "--keep", "topk", "--reads", 0.4)
+        for variant, others in (
+            ("64 coordinates", ("--coordinates", 64, "--recovery", "map")),
+            ("recovery off", ("--recovery", "none")),
+            ("score norm", ("--score", "norm", "--recovery", "map")),
+            ("quaternary codes", ("--codes", "quaternary", "--recovery", "map")),
+            ("rank 64", ("--rank", 64, "--recovery", "map")),
+        ):
+            (row,) = compare(olmoe_tiny, *options, *others)
+            assert row["kl"] == only(ablated, variant=variant, reads_asked=0.4)["kl"]
+
+    def test_the_table_says_how_far_each_is_from_the_reader(self, olmoe_tiny: Path, tmp_path: Path) -> None:
+        options = ("--reads", 0.2, "--ablations", "--html", tmp_path / "a.html", "--plot", tmp_path / "a.svg", "-q")
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, *options)
+        assert ran.code == 0, ran.err
+        assert (tmp_path / "a.svg").read_text().count("<svg") == (tmp_path / "a.html").read_text().count("<svg") == 1
+        lines = {line.strip().partition("  ")[0]: line for line in ran.out.splitlines()}
+        assert "±" in lines["rotation off"]
+        assert "±" not in lines["as it is"]
+        assert "infeasible" in lines["128 coordinates"]
+
+    @pytest.mark.parametrize("option", ["--selectors", "--keep", "--recovery"])
+    def test_a_choice_of_selectors_is_another_comparison(self, option: str, olmoe_tiny: Path) -> None:
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--ablations", option, "none")
+        assert ran.code == 2
+        assert option in ran.cause
 
 
 class TestEval:
@@ -180,7 +256,8 @@ class TestGrid:
         assert Grid.of("all", "topk", "none", (0.3,)).selectors == tuple(SCORES)
 
     def test_matched_runs_need_thresholds(self) -> None:
-        assert {job.keep for job in Grid.of("reader", "matched", "none", (0.3,)).jobs()} == {"threshold"}
+        jobs = Grid.of("reader", "matched", "none", (0.3,)).jobs(Reader())
+        assert {job.keep for job in jobs} == {"threshold"}
 
     @pytest.mark.parametrize("given", ["", "a", "0", "1.5", "0.3,,0.4"])
     def test_budgets_are_fractions(self, given: str) -> None:
@@ -189,26 +266,33 @@ class TestGrid:
 
     def test_calibration_windows_are_not_evaluated(self, tmp_path: Path) -> None:
         np.save(tmp_path / "ids.npy", np.arange(100))
-        evaluated, calibration = split_tokens(tmp_path, tmp_path / "ids.npy", None, (3, 20), 2)
-        assert evaluated.max() == 59
-        assert calibration.tolist() == torch.arange(60, 100).view(2, 20).tolist()
+        texts = read_texts(tmp_path, tmp_path / "ids.npy", None, (3, 20), 2)
+        assert texts.evaluated.max() == 59
+        assert texts.calibration is not None
+        assert texts.calibration.tolist() == torch.arange(60, 100).view(2, 20).tolist()
         with pytest.raises(UsageError, match="fewer"):
-            split_tokens(tmp_path, tmp_path / "ids.npy", None, (4, 20), 2)
+            read_texts(tmp_path, tmp_path / "ids.npy", None, (4, 20), 2)
 
 
 def _run(keep: str, kl: tuple[float, ...], budget: float | None = None) -> Run:
     job = Job("reader", keep, "none", 0.3, budget)
-    return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, (0.3, 0.3), (10, 12), (0.3,) * 32)
+    reads = (0.3,) * len(kl)
+    return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, reads, (0.3, 0.3), (10, 12), (0.3,) * 32)
 
 
 class TestPairs:
     def test_a_standard_error_is_that_of_paired_windows(self) -> None:
         # differences 1, 2, 3: mean 2, deviation 1
-        assert mean_and_error((2, 4, 6), (1, 2, 3)) == (2, pytest.approx(1 / 3**0.5))
+        pair = compare_windowwise(_run("topk", (2, 4, 6)), _run("topk", (1, 2, 3)))
+        assert pair is not None
+        assert (pair.difference, pair.error) == (2, pytest.approx(1 / 3**0.5))
+
+    def test_one_window_says_nothing_of_its_error(self) -> None:
+        assert mean_and_error((2,)) == (2, float("inf"))
 
     @pytest.mark.parametrize(("difference", "verdict"), [(0.3, "win"), (0.1, "tie"), (-0.3, "loss")])
     def test_beyond_two_standard_errors_somebody_wins(self, difference: float, verdict: str) -> None:
-        assert Pair("reader", "none", 0.3, "matched", difference, 0.1).verdict == verdict
+        assert Pair(_run("threshold", (1,)), _run("topk", (1,)), difference, 0.1).verdict == verdict
 
     def test_a_threshold_is_paired_with_the_run_at_its_reads(self) -> None:
         threshold, at_budget = _run("threshold", (0.4, 0.5)), _run("topk", (0.1, 0.1))
@@ -227,6 +311,20 @@ def test_a_page_without_feasible_runs_is_still_a_page(tmp_path: Path) -> None:
     assert "no &lt;budget&gt;" in page
 
 
-def test_a_picture_has_a_picture_s_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no picture"):
-        write_plot([], tmp_path / "a.txt")
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--plot", "a.gif", "no picture"),
+        ("--plot", "a", "no picture"),
+        ("--plot", "no/a.png", "cannot be written"),
+        ("--html", "no/a.html", "cannot be written"),
+        ("--csv", ".", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_anything_is_run(
+    option: str, file: str, message: str, olmoe_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mreader.selectors.grid.open_harness", lambda *_: pytest.fail("the model was opened"))
+    ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, option, tmp_path / file)
+    assert ran.code == 2
+    assert message in ran.cause

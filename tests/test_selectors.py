@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from mreader.activations import get_activation
 from mreader.budget import BlockShape
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS
+from mreader.kernels.rotate import rotate
 from mreader.reader import ReadSettings, read
+from mreader.selectors.jobs import Reader
 from mreader.selectors.keep import Calibrating, Threshold, TopK, TopKPerExpert, pooled_threshold
+from mreader.selectors.kept import Kept, nbytes_of
 from mreader.selectors.layers import Batch, Layer, factorise, round_rows
 from mreader.selectors.plans import Split, make_plan, run_block
 from mreader.selectors.reads import InfeasibleError, Plan
 from mreader.selectors.recovery import fit_map, recover, weight_map
 from mreader.selectors.scores import SCORES, Score, Scored, get_score
-from mreader.selectors.subject import _sketch
+from mreader.selectors.sketching import Native, Sketching
 
 # Odd on purpose: H no multiple of 128, I none of 5 or 32, E no power of two.
 E, K, H, I, N = 6, 3, 192, 80, 40
@@ -39,9 +42,14 @@ def draw_batch(seed: int, tokens: int = N) -> Batch:
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
-    module = SimpleNamespace(gate_up_proj=draw(E, 2 * I, H, seed=1) / H**0.5, down_proj=draw(E, H, I, seed=2) / I**0.5)
+    return make_layer()
+
+
+def make_layer(kept: Kept | None = None) -> Layer:
+    gate_up, down = draw(E, 2, I, H, seed=1) / H**0.5, draw(E, H, I, seed=2).transpose(1, 2) / I**0.5
     shape = BlockShape(H, I, K, DEFAULT_OPTIONS.rank, DEFAULT_OPTIONS.code)
-    return Layer(_sketch(module, 0, "silu", DEFAULT_OPTIONS), shape, draw_batch(50, 64))
+    native = Native(gate_up, down, get_activation("silu"))
+    return Layer(native, 0, shape, Kept() if kept is None else kept, Sketching(), calibration=draw_batch(50, 64))
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +180,80 @@ def test_the_reader_s_block_is_the_reader(recovered: bool, batch: Batch, layer: 
     torch.testing.assert_close(output.y, expected, **CLOSE)
 
 
+class TestKept:
+    """What is derived from weights takes no more memory than was allowed, and is the same either way."""
+
+    def test_nothing_is_made_twice_while_it_fits(self) -> None:
+        kept, made = Kept(1000), []
+        for _ in range(2):
+            for number in range(3):
+                kept.get("a", number, lambda number=number: made.append(number) or torch.zeros(25))
+        assert made == [0, 1, 2]
+        assert kept.nbytes == 300
+
+    def test_a_kind_that_does_not_fit_keeps_its_first(self) -> None:
+        kept, made = Kept(250), []
+        for _ in range(2):
+            for number in range(4):
+                for _ in range(2):  # the one that is being worked on is not made again either
+                    kept.get("a", number, lambda number=number: made.append(number) or torch.zeros(25))
+                assert kept.nbytes <= 250
+        assert made == [0, 1, 2, 3, 2, 3]
+
+    def test_the_kind_not_asked_for_longest_makes_room(self) -> None:
+        kept = Kept(300)
+        for kind in ("a", "b", "a", "c"):
+            kept.get(kind, 0, lambda: torch.zeros(30))
+        assert kept.get("a", 0, lambda: pytest.fail("was dropped")) is not None
+        assert kept.nbytes == 240
+
+    @pytest.mark.parametrize("name", SCORES)
+    def test_scores_are_the_same_where_nothing_is_kept(self, name: str, batch: Batch) -> None:
+        kept = Kept(0)
+        plan = replace(ALL, coordinates=80, gate=0.5, up=0.5)
+        found, expected = (scored(name, batch, make_layer(store), plan).scores for store in (kept, Kept()))
+        assert torch.equal(found, expected)
+        assert kept.nbytes == 0
+
+    def test_a_layer_s_worth_of_large_tensors_is_counted(self, layer: Layer) -> None:
+        """INT4 rows as bytes and a float32 scale each."""
+        assert nbytes_of(layer.proxies) == E * 2 * I * (H + 4)
+
+
+class TestSketching:
+    def test_rows_that_are_not_rotated_are_those_of_the_code_s_own_fit(self, layer: Layer) -> None:
+        raw = layer.sketched_as(Sketching(rotated=False)).sketched
+        blocks = torch.nn.functional.pad(layer.gate_up, (0, -H % 128)).view(E, 2, I, -1, 128)
+        _, scales, _ = raw.code.fit(blocks.float())
+        assert torch.equal(raw.scales, scales.transpose(2, 3))
+
+    def test_a_token_is_cut_into_blocks_as_rows_are(self) -> None:
+        x, signs = draw(3, H, seed=8), torch.ones(H, dtype=torch.int8)
+        blocks = Sketching(rotated=False).rotate(x, signs)
+        assert torch.equal(blocks.flatten(1)[:, :H], x)
+        assert blocks.shape == (3, 2, 128)
+        assert torch.equal(Sketching().rotate(x, signs), rotate(x, signs))
+
+    def test_without_rotation_the_full_screen_estimates_the_same_products(self, batch: Batch, layer: Layer) -> None:
+        """Quaternary codes of all coordinates, rotated and not: both within what such codes leave of a product."""
+        gate, _ = products(batch, layer)
+        errors = []
+        for rotated in (True, False):
+            other = layer.sketched_as(Sketching("quaternary", rotated=rotated))
+            found = scored("reader", batch, other, ALL)
+            errors.append(float((found.estimates.double() - found.values.double()).square().mean()))
+        assert max(errors) < 0.5 * float(gate.square().mean())
+
+    def test_reads_are_charged_for_the_sketch_in_use(self, layer: Layer) -> None:
+        other = layer.sketched_as(Reader(codes="quaternary", rank=8, stored=8).sketching(layer.sketching))
+        assert (other.shape.code.name, other.shape.rank) == ("quaternary", 8)
+        assert other.sketched.basis.shape == (H, 8)
+
+    @pytest.mark.parametrize(("rank", "stored", "made"), [(32, None, 32), (16, None, 32), (64, None, 64), (16, 16, 16)])
+    def test_a_rank_below_the_stored_one_is_a_part_of_it(self, rank: int, stored: int | None, made: int) -> None:
+        assert Reader(rank=rank, stored=stored).sketching(Sketching()).rank == made
+
+
 class TestKeep:
     scores = draw(7, K, I, seed=5)
 
@@ -226,6 +308,15 @@ class TestPlans:
             for plan in (split, even)
         ]
         assert errors[0] <= errors[1]
+
+    def test_a_path_is_the_same_with_masks_that_are_remembered(
+        self, layer: Layer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("teal", "wina"):
+            remembered = make_plan(SCORES[name], layer, 0.4, Plan(), Split(layer, SCORES[name]))
+            monkeypatch.setattr("mreader.selectors.plans._SameTokens", TopK)
+            assert make_plan(SCORES[name], layer, 0.4, Plan(), Split(layer, SCORES[name])) == remembered
+            monkeypatch.undo()
 
     def test_prox_reads_at_least_three_tenths_of_its_inputs(self, layer: Layer) -> None:
         assert make_plan(SCORES["prox"], layer, 0.25, Plan(), None).gate == pytest.approx(0.3)

@@ -1,12 +1,18 @@
 """mreader eval. What runs a model is imported by the command: it takes seconds."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import asdict, dataclass
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from mreader.cli.console import key_values, out, percent, print_json, progress
+from mreader.cli.compare import one_of
+from mreader.cli.console import Verbosity, err, key_values, out, percent, print_json, progress
 from mreader.cli.model import BudgetOptions, load_model
 from mreader.cli.options import (
     Channels,
@@ -22,15 +28,41 @@ from mreader.cli.options import (
     verbosity,
 )
 from mreader.errors import UsageError
-from mreader.formats.augmented import is_augmented
+from mreader.formats.augmented import is_augmented, open_augmented
 
 if TYPE_CHECKING:
-    from mreader.evaluate import Evaluation
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
     from mreader.progress import Progress
-    from mreader.selectors.harness import Run
+    from mreader.selectors.harness import Harness
+    from mreader.selectors.jobs import Job
+    from mreader.selectors.runs import Run
 
 _CALIBRATION_WINDOWS = 8
 _KEYS = ("kl", "top1", "nll_dense", "nll", "reads", "k")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model, what of it is read, and on which text: None for `given` where there is none."""
+
+    path: Path
+    budget: BudgetOptions
+    selector: str
+    keep: str
+    recovery: str | None
+    calibration: Path | None
+    given: Path | None
+    windows: tuple[int, int]
+    dtype: str
+    device: str
+
+    @property
+    def the_reader(self) -> bool:
+        """Whether it is the reader, and the checkpoint can run it itself."""
+        as_it_is = (self.selector, self.keep, self.recovery) == ("reader", "topk", None)
+        return as_it_is and (is_augmented(self.path) or self.budget.reads is None)
 
 
 def eval_command(
@@ -41,6 +73,15 @@ def eval_command(
     text: Annotated[Path | None, typer.Option(help="Text file, or folder of .py, .txt and .md files.")] = None,
     windows: Annotated[int, typer.Option(help="How many windows.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    generate: Annotated[
+        int | None, typer.Option(help="Let both continue every window by so many tokens, and compare what they write.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness in place of a text, like arc_easy,piqa.")
+    ] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of more tasks, in lm-eval's YAML.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Of every task, only the first so many.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Examples of a task at once.")] = 1,
     channels: Channels = None,
     reads: ReadsBudget = None,
     coordinates: Coordinates = None,
@@ -62,92 +103,154 @@ def eval_command(
     verbose: Verbose = False,
 ) -> None:
     """Compare the reader with the dense model, every token of every window through both."""
-    if (tokens is None) == (text is None):
-        raise UsageError("give one of --tokens and --text", "--tokens FILE.npy, or --text FILE_OR_FOLDER")
+    loud = verbosity(quiet, verbose)
+    given = None if tasks is not None else one_of(tokens, text)
     budget = BudgetOptions(channels, reads, coordinates, score, rank)
-    the_reader = (selector, keep, recovery) == ("reader", "topk", None)
-    found: dict[str, Any]
-    with progress(verbosity(quiet, verbose)) as bar:
-        if the_reader and not layers and (is_augmented(path) or reads is None):
-            found = asdict(_run_reader(path, tokens, text, (windows, length), budget, dtype, device, bar))
-        else:
-            chosen = (selector, keep, recovery or ("map" if selector == "reader" else "none"))
-            given = tokens or text or Path()
-            run = _run_selector(path, given, (windows, length), chosen, calibration, budget, dtype, device, bar)
-            found = {key: getattr(run, key) for key in _KEYS}
-            if layers:
-                found["layers"] = [
-                    {"layer": number, "reads": used, "k": kept}
-                    for number, (used, kept) in enumerate(zip(run.reads_layers, run.kept_layers, strict=True))
-                ]
+    asked = _Asked(path, budget, selector, keep, recovery, calibration, given, (windows, length), dtype, device)
+    if tasks is not None:
+        if tokens is not None or text is not None or generate is not None or layers:
+            raise UsageError("--tasks brings texts of its own", "leave out --tokens, --text, --generate and --layers")
+        _report_tasks(_run_tasks(asked, tasks.split(","), task_folder, examples, batch, loud), json)
+        return
+    with progress(loud) as bar:
+        found = (
+            _compare_texts(asked, layers, bar) if generate is None else _compare_writing(asked, generate, layers, bar)
+        )
     if json:
         print_json(found)
-        return
-    out.print(
-        key_values(
-            {
-                f"KL(dense || {selector})": f"{found['kl']:.4f} nats a token",
-                "top-1 agreement": percent(found["top1"]),
-                "loss": f"{found['nll']:.4f} nats, dense {found['nll_dense']:.4f}",
-                "reads": f"{percent(found['reads'])} of the routed experts' weights, k = {found['k']}",
-                **{
-                    f"layer {layer['layer']}": f"{percent(layer['reads'])}, {layer['k']:.1f} channels a token"
-                    for layer in found.get("layers", [])
-                },
-            }
-        )
-    )
+    else:
+        out.print(key_values(_described(found, selector)))
 
 
-def _run_reader(
-    path: Path,
-    tokens: Path | None,
-    text: Path | None,
-    windows: tuple[int, int],
-    budget: BudgetOptions,
-    dtype: str,
-    device: str,
-    bar: "Progress",
-) -> "Evaluation":
-    """The reader as the model runs it."""
-    from mreader.evaluate import cut_windows, evaluate, read_text, read_tokens
+def _compare_texts(asked: _Asked, layers: bool, bar: "Progress") -> dict[str, Any]:
+    """Every token of the windows through both."""
+    if asked.the_reader and not layers:
+        from mreader.evaluate import evaluate
 
-    given = read_tokens(tokens) if tokens is not None else None
-    if text is not None and not text.exists():
-        raise UsageError(f"{text} does not exist", "name a text file, or a folder of .py, .txt or .md files")
-    model, tokenizer = load_model(path, budget, dtype, device)
-    ids = given if given is not None else read_text(text or Path(), tokenizer)
-    return evaluate(model, cut_windows(ids, *windows), bar)
+        model, ids = _load_with_windows(asked)
+        return asdict(evaluate(model, ids, bar))
+    harness, job = _harness(asked, bar)
+    bar.begin("evaluating", harness.windows.numel(), "tokens")
+    run = harness.run(job)
+    if run.kl is None:
+        raise UsageError(run.note, "give another budget, or another recovery")
+    return {key: getattr(run, key) for key in _KEYS} | (_by_layer(run) if layers else {})
 
 
-def _run_selector(
-    path: Path,
-    given: Path,
-    windows: tuple[int, int],
-    chosen: tuple[str, str, str],
-    calibration: Path | None,
-    budget: BudgetOptions,
-    dtype: str,
-    device: str,
-    bar: "Progress",
-) -> "Run":
+def _compare_writing(asked: _Asked, tokens: int, layers: bool, bar: "Progress") -> dict[str, Any]:
+    """What both write after each window."""
+    if asked.the_reader and not layers:
+        from mreader.continuation import compare_continuations
+        from mreader.runtime import reader_mode, runtime_of
+
+        model, prompts = _load_with_windows(asked)
+        dense, sparse = (partial(reader_mode, model, mode) for mode in ("never", "decode"))
+        found = compare_continuations(model, dense, sparse, prompts, tokens, bar)
+        runtime = runtime_of(model)
+        return asdict(found) | {"reads": runtime.reads.total, "k": runtime.settings.k}
+    harness, job = _harness(asked, bar)
+    found, run = harness.diverge(job, tokens)
+    return asdict(found) | {"reads": run.reads, "k": run.k} | (_by_layer(run) if layers else {})
+
+
+def _by_layer(run: "Run") -> dict[str, Any]:
+    pairs = zip(run.reads_layers, run.kept_layers, strict=True)
+    return {"layers": [{"layer": number, "reads": used, "k": kept} for number, (used, kept) in enumerate(pairs)]}
+
+
+def _load_with_windows(asked: _Asked) -> "tuple[PreTrainedModel, Tensor]":
+    """The augmented checkpoint as the runtime runs it, and its windows."""
+    from mreader.evaluate import cut_windows, read_ids
+
+    open_augmented(asked.path)  # what is wrong with it is said first
+    windows = cut_windows(read_ids(asked.given or Path(), asked.path), *asked.windows)
+    model, _ = load_model(asked.path, asked.budget, asked.dtype, asked.device)
+    return model, windows
+
+
+def _harness(asked: _Asked, bar: "Progress") -> "tuple[Harness, Job]":
     """Any selector, simulated."""
     from mreader.evaluate import cut_windows, read_ids
-    from mreader.selectors.grid import evaluate_job, quiet_loading, reader_plan
-    from mreader.selectors.harness import Job
+    from mreader.selectors.grid import open_harness, reader_of
+    from mreader.selectors.jobs import Job
+    from mreader.selectors.subject import Texts
 
+    budget = asked.budget
     if budget.reads is None or budget.channels is not None:
         raise UsageError("selectors are compared at equal reads", "give --reads, and not --channels")
-    job = Job(*chosen, budget.reads)
-    if job.needs_calibration and calibration is None:
+    recovery = asked.recovery or ("map" if asked.selector == "reader" else "none")
+    reader = reader_of(asked.path, budget.coordinates, budget.score, budget.rank)
+    job = Job(asked.selector, asked.keep, recovery, budget.reads, reader=reader)
+    if job.needs_calibration and asked.calibration is None:
         raise UsageError(
             f"{job.selector} with {job.keep} and {job.recovery} recovery needs calibration data",
             "give --calibration FILE",
         )
-    evaluated = cut_windows(read_ids(given, path), *windows)
+    evaluated = cut_windows(read_ids(asked.given or Path(), asked.path), *asked.windows)
     calibrated = None
-    if calibration is not None:
-        calibrated = cut_windows(read_ids(calibration, path), _CALIBRATION_WINDOWS, windows[1])
-    quiet_loading()
-    options = (budget.coordinates, budget.score, budget.rank)
-    return evaluate_job(path, job, evaluated, calibrated, reader_plan(*options), dtype, device, bar)
+    if asked.calibration is not None:
+        calibrated = cut_windows(read_ids(asked.calibration, asked.path), _CALIBRATION_WINDOWS, asked.windows[1])
+    return open_harness(asked.path, Texts(evaluated, calibrated), asked.dtype, asked.device, bar), job
+
+
+def _described(found: dict[str, Any], selector: str) -> dict[str, str]:
+    """What a person reads of either comparison."""
+    rows = {
+        f"KL(dense || {selector})": f"{found['kl']:.4f} nats a token",
+        "top-1 agreement": percent(found["top1"]),
+    }
+    if "nll" in found:
+        rows["loss"] = f"{found['nll']:.4f} nats, dense {found['nll_dense']:.4f}"
+    else:
+        rows["first difference"] = f"after {found['first_difference']:.1f} tokens, mean over prompts"
+        rows["identical"] = f"{percent(found['identical'])} of the prompts"
+        rows["repetition"] = f"{percent(found['repetition'])} of 4-grams, dense {percent(found['repetition_dense'])}"
+    rows["reads"] = f"{percent(found['reads'])} of the routed experts' weights, k = {found['k']}"
+    for layer in found.get("layers", []):
+        rows[f"layer {layer['layer']}"] = f"{percent(layer['reads'])}, {layer['k']:.1f} channels a token"
+    return rows
+
+
+def _run_tasks(
+    asked: _Asked, names: Sequence[str], folder: Path | None, examples: int | None, batch: int, loud: Verbosity
+) -> dict[str, Any]:
+    """lm-eval's tasks, by the model as it runs."""
+    from mreader.runtime import runtime_of
+    from mreader.tasks import require_lm_eval, run_tasks
+
+    if (asked.selector, asked.keep, asked.recovery) != ("reader", "topk", None):
+        raise UsageError("tasks are for the reader as the model runs it", "leave out --selector, --keep and --recovery")
+    require_lm_eval()
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder", "name the folder that holds the tasks' YAML files")
+    model, tokenizer = load_model(asked.path, asked.budget, asked.dtype, asked.device)
+    runtime = runtime_of(model)
+    # lm-eval draws bars of its own, and says much
+    with nullcontext() if err.is_terminal and loud != Verbosity.QUIET else redirect_stderr(StringIO()):
+        scores = run_tasks(model, tokenizer, [name.strip() for name in names], folder, examples, batch)
+    return {
+        "tasks": [asdict(score) for score in scores],
+        "reads": runtime.reads.total,
+        "k": runtime.settings.k,
+    }
+
+
+def _report_tasks(found: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(found)
+        return
+    table = Table("task", "metric", box=None, header_style="bold")
+    for column in ("dense", "sparse", "difference", "examples"):
+        table.add_column(column, justify="right")
+    for score in found["tasks"]:
+        error = "" if score["error"] is None else f" ± {score['error']:.4f}"
+        table.add_row(
+            score["task"],
+            score["metric"],
+            f"{score['dense']:.4f}",
+            f"{score['sparse']:.4f}",
+            f"{score['difference']:+.4f}{error}",
+            "" if score["examples"] is None else str(score["examples"]),
+        )
+    out.print(table)
+    out.print(f"reads {percent(found['reads'])} of the routed experts' weights, k = {found['k']}")

@@ -144,7 +144,11 @@ def main() -> None:
         app()
     except (Exception, _Interrupted) as error:
         if interrupts:  # native code turns it into an error of its own
-            stop("interrupted", "the same command run again takes up where it stopped, if it writes a checkpoint", 130)
+            stop(
+                "interrupted",
+                "the same command run again takes up where it stopped, if it writes a checkpoint or --rows",
+                130,
+            )
         fail(error)
     finally:
         signal.signal(signal.SIGINT, before)

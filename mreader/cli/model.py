@@ -46,7 +46,7 @@ def load_model(
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from mreader.runtime import load, set_budget
+    from mreader.runtime import load, set_budget, text_part
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()  # one bar is enough
@@ -56,4 +56,4 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} has no tokenizer", "copy the tokenizer files of the source into it") from error
-    return model, tokenizer
+    return text_part(model), tokenizer

@@ -5,23 +5,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from mreader.errors import UsageError
 from mreader.evaluate import cut_windows, read_ids, refuse_unknown_tokens
-from mreader.formats.augmented import DEFAULT_OPTIONS, FormatOptions
+from mreader.formats.augmented import DEFAULT_OPTIONS, is_augmented, open_augmented
 from mreader.progress import Progress
-from mreader.reader import ReadSettings
-from mreader.selectors.harness import KEEPS, MATCHED, RECOVERIES, Job, Run, matched, run_jobs
-from mreader.selectors.reads import Plan
+from mreader.selectors.harness import Harness
+from mreader.selectors.jobs import KEEPS, MATCHED, RECOVERIES, Job, Reader
+from mreader.selectors.ledger import Ledger
+from mreader.selectors.runs import Run, matched
 from mreader.selectors.scores import SCORES, get_score
-from mreader.selectors.subject import Subject, open_subject
+from mreader.selectors.subject import Texts, open_subject
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Grid:
             reads,
         )
 
-    def jobs(self) -> Iterator[Job]:
-        """All but the matched ones, which follow from what the thresholds use."""
+    def jobs(self, reader: Reader) -> Iterator[Job]:
+        """All but the matched ones, which follow from what the thresholds use; those of a selector stand together."""
         rules = [keep for keep in KEEPS if keep in self.keeps or (keep == "threshold" and MATCHED in self.keeps)]
-        for budget in self.reads:
-            for selector in self.selectors:
-                for keep in rules:
-                    yield from (Job(selector, keep, recovery, budget) for recovery in self._recoveries(selector))
+        for selector in self.selectors:
+            for recovery in self._recoveries(selector):
+                for budget in self.reads:
+                    yield from (Job(selector, keep, recovery, budget, reader=reader) for keep in rules)
 
     def _recoveries(self, selector: str) -> Sequence[str]:
         estimate = get_score(selector).estimate
@@ -69,7 +70,7 @@ def _names(given: str, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
 def parse_reads(given: str) -> tuple[float, ...]:
     """Budgets like "0.25,0.3". UsageError for what is no fraction."""
     try:
-        reads = tuple(float(part) for part in given.split(","))
+        reads = tuple(dict.fromkeys(float(part) for part in given.split(",")))
     except ValueError as error:
         raise UsageError(f"--reads {given} is no list of numbers", "like 0.25,0.30,0.40") from error
     for budget in reads:
@@ -78,9 +79,9 @@ def parse_reads(given: str) -> tuple[float, ...]:
     return reads
 
 
-def split_tokens(
+def read_texts(
     model: Path, given: Path, calibration: Path | None, windows: tuple[int, int], calibration_windows: int
-) -> tuple[Tensor, Tensor]:
+) -> Texts:
     """Windows to evaluate, and windows to calibrate on: of another file, or the last ones of the same.
 
     windows: how many, and the tokens of each
@@ -91,81 +92,66 @@ def split_tokens(
     rest = ids[count * length :] if calibration is None else read_ids(calibration, model)
     if calibration is None:
         rest = rest[-calibration_windows * length :] if calibration_windows > 0 else rest
-    return evaluated, cut_windows(rest, calibration_windows, length)
+    return Texts(evaluated, cut_windows(rest, calibration_windows, length))
 
 
-def reader_plan(coordinates: int | None, score: str | None, rank: int | None) -> Plan:
-    """The reader's settings but for its budget; None is a conversion's default. Raises what ReadSettings raises."""
-    default = DEFAULT_OPTIONS
-    settings = ReadSettings(
-        0,
-        default.coordinates if coordinates is None else coordinates,
-        default.score if score is None else score,
-        default.rank if rank is None else rank,
+def reader_of(
+    model: Path, coordinates: int | None, score: str | None, rank: int | None, codes: str | None = None
+) -> Reader:
+    """The reader but for its budget; what is None is the checkpoint's own, or a conversion's default."""
+    own = open_augmented(model).options if is_augmented(model) else DEFAULT_OPTIONS
+    return Reader(
+        own.coordinates if coordinates is None else coordinates,
+        own.score if score is None else score,
+        own.rank if rank is None else rank,
+        own.codes if codes is None else codes,
     )
-    return Plan(coordinates=settings.coordinates, score=settings.score, rank=settings.rank)
 
 
-def sketch_options(codes: str | None, rank: int | None) -> FormatOptions | None:
-    """How to sketch a source where the default will not do: other codes, or a recovery map of a higher rank."""
-    if codes is None and (rank is None or rank <= DEFAULT_OPTIONS.rank):
-        return None
-    return replace(DEFAULT_OPTIONS, codes=codes or DEFAULT_OPTIONS.codes, rank=max(rank or 0, DEFAULT_OPTIONS.rank))
-
-
-def quiet_loading() -> None:
-    """One bar is enough."""
+def open_harness(model: Path, texts: Texts, dtype: str, device: str, progress: Progress) -> Harness:
+    """The model in a folder, calibrated where there is a text for it. Raises what opening the model raises."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    disable_progress_bar()
+    disable_progress_bar()  # one bar is enough
+    subject = open_subject(model, dtype, device)
+    if texts.calibration is not None:
+        refuse_unknown_tokens(subject.model, texts.calibration)
+        with torch.inference_mode():
+            subject = subject.calibrated(texts.calibration)
+    return Harness(subject, texts.evaluated, progress)
 
 
-def evaluate_job(
-    model: Path,
-    job: Job,
-    windows: Tensor,
-    calibration: Tensor | None,
-    base: Plan,
-    dtype: str,
-    device: str,
+def run_all(
+    harness: Callable[[], Harness],
+    texts: Texts,
+    jobs: Sequence[Job],
+    keeps: Sequence[str],
+    ledger: Ledger,
     progress: Progress,
-    options: FormatOptions | None = None,
-) -> Run:
-    """One job. UsageError where it is infeasible."""
-    subject = _open(model, calibration, dtype, device, options, progress)
-    (run,) = run_jobs(subject, windows, [job], base, progress)
-    if run.kl is None:
-        raise UsageError(run.note, "give another budget, or another recovery")
-    return run
-
-
-def _open(
-    model: Path, calibration: Tensor | None, dtype: str, device: str, options: FormatOptions | None, progress: Progress
-) -> Subject:
-    subject = open_subject(model, dtype, device, options, progress)
-    if calibration is None:
-        return subject
-    refuse_unknown_tokens(subject.model, calibration)
-    with torch.inference_mode():
-        return subject.calibrated(calibration)
-
-
-def run_grid(
-    model: Path,
-    grid: Grid,
-    windows: Tensor,
-    calibration: Tensor,
-    base: Plan,
-    dtype: str,
-    device: str,
-    progress: Progress,
-    options: FormatOptions | None = None,
 ) -> list[Run]:
-    """Every job of the grid, and then the matched ones.
+    """Every job that the ledger does not hold, each followed by its matched one where `keeps` has that.
 
-    options: how a source is sketched, None as a conversion does by default
+    harness: opens the model; it is not asked where the ledger holds everything
+
+    Returns the runs whose keep rule is one of `keeps`.
     """
-    subject = _open(model, calibration, dtype, device, options, progress)
-    runs = run_jobs(subject, windows, list(grid.jobs()), base, progress)
-    if MATCHED in grid.keeps:
-        runs += run_jobs(subject, windows, matched(runs), base, progress)
-    return [run for run in runs if run.keep_name in grid.keeps]
+    opened = cache(harness)
+    follow = MATCHED in keeps
+    count = len(jobs) + (sum(job.keep == "threshold" for job in jobs) if follow else 0)
+    progress.begin("evaluating", count * texts.evaluated.numel(), "tokens")
+
+    def run(job: Job) -> Run:
+        found = ledger.find(job)
+        if found is not None:
+            progress.advance(texts.evaluated.numel())
+            return found
+        done = opened().run(job)
+        ledger.add(done)
+        return done
+
+    runs = []
+    for job in jobs:
+        runs.append(run(job))
+        if follow and job.keep == "threshold":
+            other = matched(runs[-1])
+            runs += [run(other)] if other is not None else []
+    return [run for run in runs if run.keep_name in keeps]

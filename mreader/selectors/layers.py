@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,13 @@ from mreader.formats.codes import get_code
 from mreader.formats.coding import fit, values
 from mreader.kernels.screen import tokens_by_expert
 from mreader.reader import ExpertLayer
+from mreader.selectors.kept import Kept
 from mreader.selectors.reads import PROXY_BITS
+from mreader.selectors.sketching import Native, Sketching, sketch_layer
 
 _ELEMENTS_AT_ONCE = 1 << 24
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,42 +60,67 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """A routed layer, and what selectors derive from its weights. Derived tensors are made once, when first asked for.
+    """A routed layer, and what selectors derive from its weights: made when asked for, and kept as long as it fits.
 
-    sketched:    native weights, and the reader's sketch and recovery map
+    ordinal:     its place among the routed layers
     shape:       sizes, and the layout that the reader is charged in
+    sketching:   how the reader's sketch is made
+    stored:      sketch and recovery map where a checkpoint holds them, for its own way of sketching
     calibration: tokens at its input in the dense model, for what needs some; None is none
     """
 
-    sketched: ExpertLayer
+    native: Native
+    ordinal: int
     shape: BlockShape
+    kept: Kept
+    sketching: Sketching
+    stored: tuple[Sketching, Mapping[str, Tensor]] | None = None
     calibration: Batch | None = None
-    _factors: dict[int, Factors] = field(default_factory=dict, repr=False)
 
     @property
     def gate_up(self) -> Tensor:
         """(E, 2, I, H)."""
-        return self.sketched.gate_up
+        return self.native.gate_up
 
     @property
     def down(self) -> Tensor:
         """(E, I, H)."""
-        return self.sketched.down
+        return self.native.down
+
+    def sketched_as(self, sketching: Sketching) -> Layer:
+        """The same layer with another sketch, and its reads charged for that."""
+        shape = replace(self.shape, rank=sketching.rank, code=sketching.options.code)
+        return replace(self, sketching=sketching, shape=shape)
+
+    @property
+    def sketched(self) -> ExpertLayer:
+        """The layer as the reader reads it."""
+        return ExpertLayer.of(
+            self.gate_up, self.down, self._sketch(), self.sketching.options.code, self.native.activation
+        )
+
+    def _sketch(self) -> Mapping[str, Tensor]:
+        if self.stored is not None and self.stored[0] == self.sketching:
+            return self.stored[1]
+        return self._derived(self.sketching, lambda: sketch_layer(self.native, self.sketching, self.ordinal))
+
+    def _derived(self, kind: Hashable, make: Callable[[], T]) -> T:
+        return self.kept.get(kind, self.ordinal, make)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """phi(gate) * up."""
-        activated: Tensor = self.sketched.activation.function(gate) * up
+        activated: Tensor = self.native.activation.function(gate) * up
         return activated
 
-    @cached_property
+    @property
     def input_norms(self) -> Tensor:
         """(E, 2, H) float32 - norm of each input coordinate's column of gate and up."""
-        return torch.stack([weights.float().square().sum(1).sqrt() for weights in self.gate_up])
+        return self._derived("input norms", lambda: torch.stack([w.float().norm(dim=1) for w in self.gate_up]))
 
-    @cached_property
+    @property
     def down_norms(self) -> Tensor:
         """(E, I) float32 - ||d_j||."""
-        return torch.stack([weights.float().square().sum(1).sqrt() for weights in self.down])
+        return self._derived("down norms", lambda: torch.stack([w.float().norm(dim=1) for w in self.down]))
 
     @property
     def calibrated(self) -> Batch:
@@ -99,9 +129,12 @@ class Layer:
             raise UsageError("this selector needs calibration data", "give --calibration FILE")
         return self.calibration
 
-    @cached_property
+    @property
     def up_energy(self) -> Tensor:
         """(E, I) float32 - E[(v_j . x)^2] over an expert's calibration tokens; over everybody's where it has none."""
+        return self._derived("up energy", self._measure_up)
+
+    def _measure_up(self) -> Tensor:
         batch = self.calibrated
         energy = project(batch, batch.x, lambda expert: self.gate_up[expert, 1]).square()
         means = energy.mean((0, 1)).repeat(len(self.down), 1)
@@ -109,12 +142,12 @@ class Layer:
             means[expert] = energy[tokens, slots].mean(0)
         return means
 
-    @cached_property
+    @property
     def proxies(self) -> Rounded:
         """Gate and up in INT4, a scale a row."""
-        return Rounded.of(self.gate_up, lambda rows: round_rows(rows, PROXY_BITS))
+        return self._derived("INT4", lambda: Rounded.of(self.gate_up, lambda rows: round_rows(rows, PROXY_BITS)))
 
-    @cached_property
+    @property
     def nominators(self) -> Rounded:
         """Gate and up in 2 bits, a scale a row: +-0.5 and +-1.5 times it."""
         code = get_code("quaternary")
@@ -123,13 +156,11 @@ class Layer:
             indices, scales, _ = fit(rows.float(), code)
             return values(indices.to(torch.uint8), code), scales.float()
 
-        return Rounded.of(self.gate_up, rounded)
+        return self._derived("2 bits", lambda: Rounded.of(self.gate_up, rounded))
 
     def factors(self, rank: int) -> Factors:
         """The best rank-R factors of every matrix."""
-        if rank not in self._factors:
-            self._factors[rank] = Factors.of(self, rank)
-        return self._factors[rank]
+        return self._derived(("factors", rank), lambda: Factors.of(self, rank))
 
 
 @dataclass(frozen=True)

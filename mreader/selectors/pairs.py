@@ -1,55 +1,66 @@
-"""Keep rules compared in pairs: a threshold against top-k, window by window."""
+"""Runs compared in pairs, window by window: a threshold against top-k, a variant against the reader as it is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
-from statistics import stdev
-from typing import TYPE_CHECKING, Literal
+from statistics import fmean, stdev
+from typing import Literal
 
-if TYPE_CHECKING:
-    from mreader.selectors.harness import Run
+from mreader.selectors.jobs import MATCHED
+from mreader.selectors.runs import Run
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One selector, recovery and budget under two keep rules.
+    """A run, and another one on the same windows.
 
-    against:    "topk", at the budget, or "matched", at the reads that the threshold really used
-    difference: KL of the threshold less KL of top-k, mean over windows
+    difference: KL of the run less KL of the other, mean over windows
     error:      its standard error; a window is a cluster of tokens that are not independent
     """
 
-    selector: str
-    recovery: str
-    budget: float
-    against: str
+    run: Run
+    other: Run
     difference: float
     error: float
 
     @property
     def verdict(self) -> Literal["win", "tie", "loss"]:
-        """Of top-k: beyond two standard errors."""
+        """Of the other: beyond two standard errors."""
         if abs(self.difference) <= 2 * self.error:
             return "tie"
         return "win" if self.difference > 0 else "loss"
 
 
-def keep_pairs(runs: "Sequence[Run]", against: str = "matched") -> list[Pair]:
-    """Every threshold run beside its top-k run."""
-    others = {(r.job.selector, r.job.recovery, r.budget): r for r in runs if r.keep_name == against and r.kl_windows}
-    pairs = []
-    for run in runs:
-        key = (run.job.selector, run.job.recovery, run.budget)
-        if run.keep_name == "threshold" and run.kl_windows and key in others:
-            pairs.append(Pair(*key, against, *mean_and_error(run.kl_windows, others[key].kl_windows)))
-    return pairs
+def compare_windowwise(run: Run, other: Run) -> Pair | None:
+    """The two as a pair; None where one of them is infeasible."""
+    if not run.kl_windows or not other.kl_windows:
+        return None
+    differences = [a - b for a, b in zip(run.kl_windows, other.kl_windows, strict=True)]
+    return Pair(run, other, *mean_and_error(differences))
 
 
-def mean_and_error(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Mean of the paired differences first - second, and its standard error; infinite for one pair alone."""
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    mean = sum(differences) / len(differences)
-    return mean, stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("inf")
+def keep_pairs(runs: Sequence[Run], against: str = MATCHED) -> list[Pair]:
+    """Every threshold run beside its top-k run.
+
+    against: "topk", at the budget, or "matched", at the reads that the threshold really used
+    """
+    others = {_asked(run): run for run in runs if run.keep_name == against}
+    found = [
+        compare_windowwise(run, others[_asked(run)])
+        for run in runs
+        if run.keep_name == "threshold" and _asked(run) in others
+    ]
+    return [pair for pair in found if pair is not None]
+
+
+def _asked(run: Run) -> object:
+    """The job but for its keep rule."""
+    return replace(run.job, keep="topk", reads=run.budget, budget=None)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error; infinite for one value alone."""
+    return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else float("inf")
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,10 @@ class Count:
     losses: int
 
 
-def count_verdicts(runs: "Sequence[Run]") -> list[Count]:
+def count_verdicts(runs: Sequence[Run]) -> list[Count]:
     """At the budget, and at the reads that the thresholds really used, where there are such runs."""
     counts = []
-    for against in ("topk", "matched"):
+    for against in ("topk", MATCHED):
         verdicts = [pair.verdict for pair in keep_pairs(runs, against)]
         if verdicts:
             counts.append(Count(against, *(verdicts.count(verdict) for verdict in ("win", "tie", "loss"))))

@@ -82,9 +82,10 @@ class Split:
     def _walk(self) -> Iterator[Shares]:
         batch, layer = self._layer.calibrated.strided(_SPLIT_TOKENS), self._layer
         dense = combine(batch, layer.activate(*exact(batch, layer)), lambda expert: layer.down[expert])
+        keep = _SameTokens()
 
         def error(shares: Shares) -> float:
-            output = run_block(batch, layer, self._score, self._plan(shares, Plan()), TopK(), None)
+            output = run_block(batch, layer, self._score, self._plan(shares, Plan()), keep, None)
             return float((output.y - dense).square().sum())
 
         shares = (1.0, 1.0, 1.0)
@@ -92,6 +93,28 @@ class Split:
         while lowered := _lowered(shares):
             shares = min(lowered, key=error)
             yield shares
+
+
+class _SameTokens:
+    """TopK for tokens that stay the same: of their inputs, the last two masks of each stage are remembered.
+
+    One step of a path asks for the inputs of its shares and of the shares a step lower, each twice or more.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[str, dict[int, Tensor]] = {}
+
+    def __call__(self, stage: str, scores: Tensor, count: int) -> Tensor:
+        if stage == "channels":  # their scores follow from the inputs that were kept
+            return TopK()(stage, scores, count)
+        masks = self._masks.setdefault(stage, {})
+        if count in masks:
+            masks[count] = masks.pop(count)  # last: asked for just now
+        else:
+            while len(masks) > 1:
+                del masks[next(iter(masks))]
+            masks[count] = TopK()(stage, scores, count)
+        return masks[count]
 
 
 def _lowered(shares: Shares) -> list[Shares]:

@@ -23,7 +23,8 @@ class Map:
 
 def weight_map(layer: Layer, rank: int) -> Map:
     """The stored map: U are the top left singular vectors of all down columns, b_j = U^T d_j."""
-    return Map(layer.sketched.basis[:, :rank], layer.sketched.coeffs[..., :rank])
+    sketched = layer.sketched
+    return Map(sketched.basis[:, :rank], sketched.coeffs[..., :rank])
 
 
 def fit_map(batch: Batch, layer: Layer, values: Tensor, estimates: Tensor, kept: Tensor, rank: int) -> Map:

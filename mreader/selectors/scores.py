@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mreader.errors import UsageError
-from mreader.kernels.rotate import pick_coordinates, rotate
+from mreader.kernels.rotate import pick_coordinates
 from mreader.kernels.score import Candidates
 from mreader.kernels.score import score as score_candidates
 from mreader.kernels.screen import screen
@@ -74,7 +74,7 @@ def get_score(name: str) -> Score:
 def _reader(batch: Batch, layer: Layer, plan: Plan, keep: Keep) -> Scored:
     """The expected squared error of skipping j, from the sketch (docs/reader.md)."""
     sketched = layer.sketched
-    rx = rotate(batch.x, sketched.signs)
+    rx = layer.sketching.rotate(batch.x, sketched.signs)
     picked = pick_coordinates(rx, plan.coordinates)
     estimates = screen(rx, picked, batch.ids, sketched.codes, sketched.scales, sketched.code)
     candidates = Candidates(
@@ -102,14 +102,14 @@ def _oracle(batch: Batch, layer: Layer, plan: Plan, keep: Keep) -> Scored:
 def _gate_first(batch: Batch, layer: Layer, plan: Plan, keep: Keep) -> Scored:
     """s_j = |phi(g_j . x)| (CATS; Park et al. with one threshold a model)."""
     gate, up = exact(batch, layer)
-    phi = layer.sketched.activation.function(gate)
+    phi = layer.native.activation.function(gate)
     return Scored(phi.abs(), phi * up, phi, _none(batch))
 
 
 def _chess(batch: Batch, layer: Layer, plan: Plan, keep: Keep) -> Scored:
     """s_j = phi(g_j . x)^2 * E[(v_j . x)^2], the mean over calibration tokens."""
     gate, up = exact(batch, layer)
-    phi = layer.sketched.activation.function(gate)
+    phi = layer.native.activation.function(gate)
     return Scored(phi.square() * by_slot(batch, layer.up_energy), phi * up, phi, _none(batch))
 
 

@@ -1,0 +1,136 @@
+"""Finished runs in a file: a comparison that was interrupted does not begin again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mreader.device import pick_device
+from mreader.errors import UsageError
+from mreader.formats.safetensors_file import sha256_file
+from mreader.journal import differences, write_durably
+from mreader.selectors.jobs import Job, Reader
+from mreader.selectors.runs import Run
+from mreader.selectors.subject import Texts
+
+
+class Ledger:
+    """Runs of one model on one text; this one forgets them when the process ends."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Job, Run] = {}
+
+    def find(self, job: Job) -> Run | None:
+        """The finished run of the job, if there is one."""
+        return self._runs.get(job)
+
+    def add(self, run: Run) -> None:
+        """A finished run."""
+        self._runs[run.job] = run
+
+
+class FileLedger(Ledger):
+    """The same in a file of JSON lines: what all runs have in common, and then each run as soon as it is done.
+
+    common: what a run's figures depend on beside its job
+
+    A line that a crash cut short is dropped with all after it. Raises UsageError where the file holds runs that have
+    something else in common, and where it is no such file.
+    """
+
+    def __init__(self, file: Path, common: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._file = file
+        whole = self._load(common)
+        if whole == 0:
+            self._create(common)
+        elif whole < file.stat().st_size:
+            os.truncate(file, whole)
+
+    def add(self, run: Run) -> None:
+        super().add(run)
+        write_durably(self._file, "ab", [asdict(run)])
+
+    def _load(self, common: Mapping[str, Any]) -> int:
+        """Take in what the file holds; returns the bytes of its whole lines."""
+        try:
+            lines = self._file.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise UsageError(f"{self._file} cannot be read: {error}", "choose another file") from error
+        if not lines:
+            return 0
+        self._refuse_other(_parsed(lines[0]), common)
+        whole = len(lines[0])
+        for line in lines[1:]:
+            run = _run_of(_parsed(line))
+            if run is None:
+                break
+            super().add(run)
+            whole += len(line)
+        return whole
+
+    def _refuse_other(self, found: dict[str, Any] | None, common: Mapping[str, Any]) -> None:
+        if found is None or found.keys() != common.keys():
+            raise UsageError(f"{self._file} holds no rows of a comparison", "name a new file")
+        for name, before, now in differences("", found, common):
+            raise UsageError(
+                f"{self._file} holds rows with {name} = {before}, this comparison has {name} = {now}",
+                "name another file",
+            )
+
+    def _create(self, common: Mapping[str, Any]) -> None:
+        part = self._file.with_name(f"{self._file.name}.part")
+        try:
+            write_durably(part, "wb", [common])
+            part.replace(self._file)
+        except OSError as error:
+            raise UsageError(f"{self._file} cannot be written: {error}", "choose another file") from error
+
+
+def in_common(model: Path, texts: Texts, dtype: str, device: str) -> dict[str, Any]:
+    """What the figures of all runs of a comparison depend on: weights and texts by their sha256, and how it is run."""
+    files = sorted([*model.glob("*.safetensors"), model / "config.json"])
+    return {
+        "mreader": version("mreader"),
+        "model": {file.name: sha256_file(file) for file in files if file.is_file()},
+        "text": _described(texts.evaluated),
+        "calibration": None if texts.calibration is None else _described(texts.calibration),
+        "dtype": dtype,
+        "device": pick_device(device).type,
+    }
+
+
+def _described(windows: Tensor) -> dict[str, Any]:
+    content = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
+    return {"windows": windows.shape[0], "length": windows.shape[1], "sha256": content}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object of a whole line."""
+    try:
+        entry = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _run_of(entry: dict[str, Any] | None) -> Run | None:
+    """The run that a line holds; None for a line that holds none."""
+    try:
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in (entry or {}).items()
+        }
+        job = dict(values.pop("job"))
+        return Run(Job(**{**job, "reader": Reader(**job["reader"])}), **values)
+    except (KeyError, TypeError, ValueError):
+        return None
