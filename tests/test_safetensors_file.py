@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -223,6 +225,32 @@ def test_hashing_file_with_a_gap_does_not_appear(tmp_path: Path) -> None:
         file.write_at(5, [b"fg"])
         with pytest.raises(RuntimeError, match="gap at byte 3"):
             file.commit()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_an_error_of_the_disk_that_is_told_once_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    errors = [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def flush(_: int) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr("mreader.formats.safetensors_file._FLUSHED_AT_ONCE", 1)
+    monkeypatch.setattr(os, "fdatasync", flush)
+
+    def write_slowly() -> None:
+        with HashingFile(tmp_path / "scratch", tmp_path / "file") as file:
+            for _ in range(writes):
+                file.write(b"x")
+                time.sleep(0.05)  # the flush ends before the next write
+            file.commit()
+
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_slowly()
+    assert not errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice
@@ -45,6 +45,7 @@ _MOST_AXES = 64
 # Bytes read and hashed in one go. While torch is imported a thread gets the interpreter lock back only after some
 # milliseconds, so it should not ask for it more often.
 HASHED_AT_ONCE = 1 << 24
+_FLUSHED_AT_ONCE = 1 << 27  # bytes
 _MOST_PARTS = os.sysconf("SC_IOV_MAX")
 _ALIGNMENT = 64  # bytes: a cache line, and twice what a row of sketch codes needs
 
@@ -256,6 +257,8 @@ class HashingFile:
     target: Path
     _whole: int = field(default=0, init=False)  # bytes from the start without a gap
     _beyond: dict[int, int] = field(default_factory=dict, init=False)  # parts behind a gap: begin -> end
+    _unflushed: int = field(default=0, init=False)  # bytes written since the last flush began
+    _flush: Future[None] | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
     _abandoned: bool = field(default=False, init=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
@@ -263,8 +266,8 @@ class HashingFile:
     def __enter__(self) -> HashingFile:
         self.scratch.unlink(missing_ok=True)  # what a killed run left has the mode of its own umask
         self._file = self.scratch.open("w+b", buffering=0)
-        self._hasher = ThreadPoolExecutor(1)
-        self._hash = self._hasher.submit(self._follow)
+        self._threads = ThreadPoolExecutor(2)
+        self._hash = self._threads.submit(self._follow)
         return self
 
     def write(self, data: Buffer) -> None:
@@ -276,9 +279,8 @@ class HashingFile:
         end = _write_all(self._file.fileno(), parts, position)
         if end == position:
             return
-        # Starts the disk now, without waiting for it: `commit` would find gigabytes to flush otherwise.
-        os.posix_fadvise(self._file.fileno(), position, end - position, os.POSIX_FADV_DONTNEED)
         with self._changed:
+            self._flush_in_time(end - position)
             self._beyond[position] = end
             while self._whole in self._beyond:
                 self._whole = self._beyond.pop(self._whole)
@@ -295,9 +297,11 @@ class HashingFile:
 
     def commit(self) -> FileRecord:
         """Make the file appear at `target`; its record."""
+        if self._flush:
+            self._flush.result()
         os.fsync(self._file.fileno())
         record = self.record()
-        self._hasher.shutdown()
+        self._threads.shutdown()
         self._file.close()
         self.scratch.replace(self.target)
         sync_folder(self.target.parent)
@@ -307,9 +311,21 @@ class HashingFile:
         with self._changed:
             self._abandoned = True
             self._changed.notify()
-        self._hasher.shutdown()
+        self._threads.shutdown()
         self._file.close()
         self.scratch.unlink(missing_ok=True)
+
+    def _flush_in_time(self, nbytes: int) -> None:
+        """Have the disk begin: `commit` would find gigabytes to flush otherwise.
+
+        POSIX_FADV_DONTNEED begins as well, but drops what is on the disk from memory before it is hashed.
+        """
+        self._unflushed += nbytes
+        if self._unflushed >= _FLUSHED_AT_ONCE and (self._flush is None or self._flush.done()):
+            if self._flush:
+                self._flush.result()  # an error of the disk is told once
+            self._unflushed = 0
+            self._flush = self._threads.submit(os.fdatasync, self._file.fileno())
 
     def _follow(self) -> str:
         """The sha256 of the whole file, in hexadecimal."""
