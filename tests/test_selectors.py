@@ -12,6 +12,7 @@ from mreader.activations import get_activation
 from mreader.budget import BlockShape
 from mreader.errors import UsageError
 from mreader.formats.augmented import DEFAULT_OPTIONS
+from mreader.formats.coding import fit
 from mreader.kernels.rotate import rotate
 from mreader.reader import ReadSettings, read
 from mreader.selectors.jobs import Reader
@@ -224,7 +225,7 @@ class TestSketching:
     def test_rows_that_are_not_rotated_are_those_of_the_code_s_own_fit(self, layer: Layer) -> None:
         raw = layer.sketched_as(Sketching(rotated=False)).sketched
         blocks = torch.nn.functional.pad(layer.gate_up, (0, -H % 128)).view(E, 2, I, -1, 128)
-        _, scales, _ = raw.code.fit(blocks.float())
+        _, scales, _ = fit(blocks.float(), raw.code)
         assert torch.equal(raw.scales, scales.transpose(2, 3))
 
     def test_a_token_is_cut_into_blocks_as_rows_are(self) -> None:
