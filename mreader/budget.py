@@ -56,6 +56,7 @@ class BlockShape:
     code:         the sketch's code
     element_size: bytes of a native weight
     layout:       how the running device stores the codes
+    biased:       whether experts have biases, all of which are read in any case
     """
 
     hidden: int
@@ -65,6 +66,7 @@ class BlockShape:
     code: Code
     element_size: int = 2
     layout: Layout = DISK
+    biased: bool = False
 
     @property
     def candidates(self) -> int:
@@ -73,9 +75,18 @@ class BlockShape:
 
     @property
     def native_sectors(self) -> float:
-        """Sectors of the K experts' gate, up and down matrices, each one run: what a dense decode reads."""
+        """Sectors of the K experts' gate, up and down matrices and biases, each a run: what a dense decode reads."""
+        return self.matrix_sectors + self.bias_sectors
+
+    @property
+    def matrix_sectors(self) -> float:
         matrix = self.channels * self.hidden * self.element_size
         return 3 * self.routed * _run_sectors(matrix, matrix)
+
+    @property
+    def bias_sectors(self) -> float:
+        runs = (2 * self.channels * self.element_size, self.hidden * self.element_size) if self.biased else ()
+        return self.routed * sum(_run_sectors(run, run) for run in runs)
 
     @property
     def native_bytes(self) -> int:
@@ -170,7 +181,7 @@ def count_reads(shape: BlockShape, k: int, coordinates: int, score: str, rank: i
     native = shape.native_sectors
     sketch, recovery = _sketch_sectors(shape, coordinates, score), _recovery_sectors(shape, rank)
     # Rows that are no whole sectors share some with their neighbours; all rows together are the matrices, not more.
-    exact = min(k * shape.channel_sectors, native)
+    exact = min(k * shape.channel_sectors, shape.matrix_sectors) + shape.bias_sectors
     return Reads(sketch / native, exact / native, recovery / native, round(SECTOR * (sketch + exact + recovery)))
 
 
@@ -189,7 +200,7 @@ def reads_to_k(shape: BlockShape, reads: float, coordinates: int, score: str, ra
     Raises UsageError unless 0 < reads <= 1, and for a budget that sketch and recovery alone exceed, naming the least.
     """
     _check_fraction(reads, "reads")
-    fixed = _sketch_sectors(shape, coordinates, score) + _recovery_sectors(shape, rank)
+    fixed = _sketch_sectors(shape, coordinates, score) + _recovery_sectors(shape, rank) + shape.bias_sectors
     room = (reads * shape.native_sectors - fixed) / shape.channel_sectors
     if room < -_ROUNDING:
         least = _percent_up(fixed / shape.native_sectors)

@@ -24,10 +24,11 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
-from mreader.backend import current
+from mreader.backend import current, runs_kernels
 from mreader.compiled import CompiledLayers, why_not_compiled
 from mreader.errors import UnsupportedError, UsageError
-from mreader.runtime import Mode, phase, reader_mode
+from mreader.experts import kernels_know
+from mreader.runtime import Mode, experts_modules, phase, reader_mode
 
 # Implementations of attention that take a mask of fixed size; the others unpad on the host, or compile.
 _ATTENTION = ("sdpa", "eager")
@@ -45,7 +46,10 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     """Why the model cannot decode on a cache of fixed size; None where it can."""
     if not model._supports_default_dynamic_cache():
         return "it has a cache of its own"
-    layers = _static_layers(model, 1, torch.zeros((), dtype=torch.int64))
+    try:
+        layers = _static_layers(model, 1, torch.zeros((), dtype=torch.int64))
+    except KeyError as error:  # transformers looks the types of layers up
+        return f"its cache has layers of {error.args[0]}, of no fixed size"
     others = {type(layer).__name__ for layer in layers if type(layer) not in (_FixedLayer, LinearAttentionLayer)}
     if others:
         return f"its cache has {', '.join(sorted(others))}, of no fixed size"
@@ -54,6 +58,8 @@ def why_not_static(model: PreTrainedModel) -> str | None:
         return f"its attention is {attention}, not {' or '.join(_ATTENTION)}"
     if moving := _rope_types(model) & _MOVING_ROPE:
         return f"its {', '.join(sorted(moving))} rotary embedding looks at positions on the host"
+    if runs_kernels(model.device) and not all(kernels_know(module) for _, module in experts_modules(model)):
+        return "the kernels do not know its experts' biases or activation"
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         return f"it is spread over {', '.join(sorted(devices))}"

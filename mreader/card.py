@@ -48,6 +48,7 @@ class CardFacts:
     sketch_error:    mean squared error of the sketch over mean squared weight, None where not measured
     energy_kept:     share of the down projections' energy in the recovery basis U, 0 to 1, None where not measured
     inherited:       metadata of the source's card
+    dequantized_from: the method by which the source's weights are quantized, None where they are not
     """
 
     repo: str
@@ -62,6 +63,7 @@ class CardFacts:
     sketch_error: float | None = None
     energy_kept: float | None = None
     inherited: Inherited = field(default_factory=Inherited)
+    dequantized_from: str | None = None
 
     @property
     def added(self) -> float:
@@ -95,6 +97,7 @@ def read_facts(out: Path) -> CardFacts:
             options=options,
             source_bytes=_weight_bytes(source["files"]),
             augmented_bytes=_weight_bytes(manifest["files"]),
+            dequantized_from=source.get("dequantized_from"),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{CONFIG} or {MANIFEST} of {out} lacks {error}", "convert the source again") from error
@@ -184,10 +187,22 @@ def _opening(facts: CardFacts) -> str:
     model = f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else "A local model"
     return (
         f"# {_name(facts)}\n\n"
-        f"{model} as an augmented checkpoint for **mreader**: the native weights, "
-        "bit for bit, and beside them a low-bit sketch of every routed expert. While decoding, the sketch tells which "
+        f"{model} as an augmented checkpoint for **mreader**: {_weights(facts)}, "
+        "and beside them a low-bit sketch of every routed expert. While decoding, the sketch tells which "
         "expert channels matter for the token, and only those are read."
     )
+
+
+def _weights(facts: CardFacts) -> str:
+    if facts.dequantized_from:
+        return f"its weights in BF16, dequantized from {facts.dequantized_from}"
+    return "the native weights, bit for bit"
+
+
+def _restored(facts: CardFacts) -> str:
+    if facts.dequantized_from:
+        return "the dequantized model"
+    return "the original checkpoint back, every tensor bit-identical"
 
 
 def _usage(facts: CardFacts) -> str:
@@ -204,7 +219,7 @@ def _usage(facts: CardFacts) -> str:
         "from transformers import AutoModelForCausalLM\n"
         f'model = AutoModelForCausalLM.from_pretrained("{facts.repo}")\n'
         "```\n\n"
-        f"`mreader restore {name} original` gives the original checkpoint back, every tensor bit-identical."
+        f"`mreader restore {name} original` gives {_restored(facts)}."
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mreader.device import pick_device, refuse_unknown_device
-from mreader.errors import SourceError, UnreachableError, UsageError
+from mreader.errors import QuantizedError, SourceError, UnreachableError, UsageError
 from mreader.formats.augmented import (
     DEFAULT_OPTIONS,
     FORMAT_VERSION,
@@ -34,6 +34,7 @@ from mreader.formats.augmented import (
     shard_index,
 )
 from mreader.formats.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint, remote_checkpoint
+from mreader.formats.quantized import DEQUANTIZED_DTYPE, dequantized, require_package
 from mreader.formats.safetensors_file import FileRecord, HashingFile
 from mreader.hashing import BackgroundHashes, changed_files
 from mreader.journal import Journal, refuse_other_request
@@ -57,6 +58,7 @@ from mreader.shards import ShardWriter
 if TYPE_CHECKING:
     import torch
 
+DTYPE = "bfloat16"  # what quantized weights become
 _RECORDS = (INDEX, SOURCE, CONFIG, MANIFEST)  # in this order: what makes the folder a checkpoint comes last
 
 
@@ -76,10 +78,12 @@ def plan_conversion(
     revision: str | None = None,
     token: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
 ) -> Plan:
     """What `convert` would write, from headers alone: nothing is downloaded but headers, nothing is written.
 
-    out: where it would be written, to refuse what `convert` would refuse there, but for a disk that is too small
+    out:   where it would be written, to refuse what `convert` would refuse there, but for a disk that is too small
+    dtype: as in `convert`
     """
     remote = _is_remote(source)
     if out is not None:
@@ -92,11 +96,12 @@ def plan_conversion(
                 refuse_overlap(Path(source), out)
             refuse_foreign(out)
     if not remote:
-        return _plan(open_checkpoint(Path(source)), options, max_shard_bytes)
+        return _plan(open_checkpoint(Path(source)), options, max_shard_bytes, dtype, f"{source} {out or 'OUT'}")
     from mreader.hub import remote_headers
 
     headers = remote_headers(str(source), revision=revision, token=token)
-    return _plan(remote_checkpoint(headers.files, headers.read_text, headers.header), options, max_shard_bytes)
+    checkpoint = remote_checkpoint(headers.files, headers.read_text, headers.header)
+    return _plan(checkpoint, options, max_shard_bytes, dtype, f"{source} {out or 'OUT'}")
 
 
 def convert(
@@ -108,6 +113,7 @@ def convert(
     token: str | None = None,
     device: str = "auto",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -117,6 +123,8 @@ def convert(
     out:             folder that does not exist, is empty, or holds this same conversion, finished or not
     device:          "auto" (CUDA where there is one), "cpu" or "cuda:N": where sketch and recovery map are computed
     max_shard_bytes: size above which a shard is not filled further
+    dtype:           "bfloat16" for a source whose weights are quantized, to dequantize them; None for all others, whose
+                     weights go over bit for bit
     overwrite:       start again although `out` holds another conversion
     returns:         the plan that was carried out
 
@@ -128,9 +136,11 @@ def convert(
     with os_errors_of(out):
         if _is_remote(source):
             pick_device(device)  # what it refuses should not be known only after a download
-            plan, origin = _download(str(source), out, options, revision, token, max_shard_bytes)
+            plan, origin = _download(str(source), out, options, revision, token, max_shard_bytes, dtype)
         else:
-            plan = plan_conversion(source, options, out=out, revision=revision, max_shard_bytes=max_shard_bytes)
+            plan = plan_conversion(
+                source, options, out=out, revision=revision, max_shard_bytes=max_shard_bytes, dtype=dtype
+            )
             origin = Origin()
         _Conversion(plan, origin, out, device, max_shard_bytes, progress).run(overwrite)
     return plan
@@ -147,9 +157,22 @@ def _is_remote(source: str | Path) -> bool:
     return is_repo_id(str(source)) and not folder.exists()
 
 
-def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int) -> Plan:
-    """`make_plan`, and what it leaves to be found in the middle of the work."""
-    plan = make_plan(source, options, max_shard_bytes)
+def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int, dtype: str | None, folders: str) -> Plan:
+    """`make_plan`, and what it leaves to be found in the middle of the work. `folders`: both, as the user has them."""
+    if dtype not in (None, DTYPE):
+        raise UsageError(f"dtype is {dtype}", f"{DTYPE} dequantizes weights; leave it out where they are not quantized")
+    try:
+        plan = make_plan(source if dtype is None else dequantized(source), options, max_shard_bytes)
+    except QuantizedError as error:
+        raise QuantizedError(error.method, f"mreader convert {folders} --dtype {DTYPE}") from error
+    source = plan.source
+    if source.quantized:
+        require_package(source.quantized)
+    if dtype is not None and plan.architecture.layers[0].dtype != DEQUANTIZED_DTYPE:
+        raise UsageError(
+            f"the weights are {plan.architecture.layers[0].dtype}, and not quantized: they go over bit for bit",
+            "leave --dtype out",
+        )
     for name in (MANIFEST, SOURCE):
         if name in source.files:
             raise SourceError(
@@ -164,24 +187,33 @@ def _plan(source: Checkpoint, options: FormatOptions, max_shard_bytes: int) -> P
 
 
 def _download(
-    repo: str, out: Path, options: FormatOptions, revision: str | None, token: str | None, max_shard_bytes: int
+    repo: str,
+    out: Path,
+    options: FormatOptions,
+    revision: str | None,
+    token: str | None,
+    max_shard_bytes: int,
+    dtype: str | None,
 ) -> tuple[Plan, Origin]:
     """The plan of converting a Hub repository, which is downloaded if there is room for what it becomes."""
     from mreader.hub import fetch_snapshot
 
     with suppress(UnreachableError):  # what an earlier run left in the cache may be enough
-        plan = plan_conversion(repo, options, out=out, revision=revision, token=token, max_shard_bytes=max_shard_bytes)
+        plan = plan_conversion(
+            repo, options, out=out, revision=revision, token=token, max_shard_bytes=max_shard_bytes, dtype=dtype
+        )
         require_space(out, plan)
     folder = fetch_snapshot(repo, revision=revision, token=token)
     refuse_overlap(folder, out)
-    return _plan(open_checkpoint(folder), options, max_shard_bytes), Origin(repo, folder.name)
+    plan = _plan(open_checkpoint(folder), options, max_shard_bytes, dtype, f"{repo} {out}")
+    return plan, Origin(repo, folder.name)
 
 
 def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:
     """What decides the output: two runs with the same request write the same bytes."""
     import torch
 
-    source = plan.source
+    source = plan.source.on_disk
     return {
         "options": {**asdict(plan.options), "max_shard_bytes": max_shard_bytes, "device": device.type},
         "versions": {"mreader": version("mreader"), "torch": torch.__version__},
@@ -318,7 +350,7 @@ class _Conversion:
 
     def _source_files(self) -> dict[str, int]:
         """Every source file that ends up in the result, in one form or another -> size."""
-        source = self._source
+        source = self._source.on_disk
         return {
             **{name: header.nbytes for name, header in source.headers.items()},
             **{name: len(text.encode()) for name, text in source.texts.items()},
@@ -403,7 +435,7 @@ class _Conversion:
         """Index, source record, config and manifest; `files` is looked at when the manifest is made."""
         if len(self._plan.shards) > 1:
             yield INDEX, shard_index({shard.name: shard.tensors for shard in self._plan.shards})
-        yield SOURCE, record_source(self._source)
+        yield SOURCE, record_source(self._source.on_disk)
         yield CONFIG, {**self._source.config, "quantization_config": self._plan.options.config_entry()}
         self._refuse_touched(self._stamps)
         yield (
@@ -413,6 +445,7 @@ class _Conversion:
                 **{key: self._request[key] for key in ("options", "versions")},
                 "source": {
                     **{key: self._request["source"][key] for key in ("repo", "revision")},
+                    **({"dequantized_from": self._source.quantized} if self._source.quantized else {}),
                     "files": {name: journal.sources[name].entry() for name in sorted(journal.sources)},
                 },
                 "files": {name: files[name].entry() for name in sorted(files) if name != CARD},

@@ -50,3 +50,14 @@ class UnsupportedError(MreaderError):
     """A model type, weight format or format version that this release does not know."""
 
     exit_code = 6
+
+
+class QuantizedError(UnsupportedError):
+    """Weights that are quantized, by a `method` that can be dequantized, where they are wanted in full."""
+
+    def __init__(self, method: str, command: str = "mreader convert SOURCE OUT --dtype bfloat16") -> None:
+        super().__init__(
+            f"the weights are quantized ({method}), and an augmented checkpoint holds them in full",
+            f"`{command}` dequantizes them",
+        )
+        self.method = method

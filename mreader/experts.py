@@ -1,7 +1,8 @@
 """The routed experts of a loaded model: what computes a call, and from which tensors.
 
 A decode step goes through the reader, everything else is dense. On a CUDA device both are Triton kernels, which read
-the model's own weights and a repacked sketch; elsewhere they are torch, on the layout of the checkpoint.
+the model's own weights and a repacked sketch; elsewhere, and for experts that the kernels do not know, they are torch,
+on the layout of the checkpoint.
 """
 
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert
@@ -9,13 +10,15 @@ the model's own weights and a repacked sketch; elsewhere they are torch, on the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from mreader.backend import current, runs_kernels
+from mreader.backend import current, layout_on, runs_kernels
+from mreader.budget import DISK, Layout
 from mreader.formats.augmented import FormatOptions, tensor_specs
 from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from mreader.kernels.decode import DecodeLayer
     from mreader.runtime import Runtime
 
-_WEIGHTS = ("gate_up_proj", "down_proj")
+_WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of a call that sends every token through the reader: what the kernels keep of a token is one to three MB.
 _TOKENS_AT_ONCE = 128
@@ -37,13 +40,16 @@ class RoutedExpertsSketch(nn.Module):
     `.to(dtype)` moves the model's weights to another dtype, and these nowhere but to another device. For a device that
     runs the kernels they stay on the host, as stored: all that the device holds is what `repack` makes of them, so that
     copies, pickles, `state_dict` and the way back to the CPU are those of the checkpoint.
+
+    for_kernels: whether the layer is one that the kernels serve where they run
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], for_kernels: bool) -> None:
         super().__init__()
+        self.for_kernels = for_kernels
         self.repacked: DecodeLayer | None = None
         for name, tensor in tensors.items():
-            self.register_buffer(name, _at_home(tensor.detach(), tensor.device))
+            self.register_buffer(name, self._at_home(tensor.detach(), tensor.device))
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """name -> tensor, on a device."""
@@ -52,12 +58,16 @@ class RoutedExpertsSketch(nn.Module):
     def send_home(self) -> None:
         """Put the tensors where they belong, should a library have moved them one by one, as accelerate does."""
         for name, tensor in self.named_buffers():
-            self._buffers[name] = _at_home(tensor, tensor.device)
+            self._buffers[name] = self._at_home(tensor, tensor.device)
+
+    def _at_home(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The tensor where it is kept for a model on `device`."""
+        return tensor.to("cpu" if self.for_kernels and runs_kernels(device) else device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RoutedExpertsSketch:
         self.repacked = None
         for name, tensor in self.named_buffers():
-            self._buffers[name] = _at_home(tensor, fn(torch.empty(0, device=tensor.device)).device)
+            self._buffers[name] = self._at_home(tensor, fn(torch.empty(0, device=tensor.device)).device)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -68,16 +78,26 @@ class RoutedExpertsSketch(nn.Module):
         return {**self.__dict__, "repacked": None}
 
 
-def _at_home(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor where it is kept for a model on `device`."""
-    return tensor.to("cpu" if runs_kernels(device) else device)
+def is_biased(module: Any) -> bool:
+    """Whether the experts have biases."""
+    return bool(getattr(module, "has_bias", False))
+
+
+def kernels_know(module: Any) -> bool:
+    """Whether the Triton kernels compute these experts: they add no biases, and take a channel for phi(gate) * up."""
+    return not is_biased(module) and module.mreader_activation.is_linear_in_up
+
+
+def layout_of(module: Any) -> Layout:
+    """How the layer's sketch is laid out where its device reads it."""
+    return layout_on(module.down_proj.device) if kernels_know(module) else DISK
 
 
 def expect_layer(module: Any, options: FormatOptions) -> None:
     """Give an experts module parameters on the meta device, in the shapes and dtypes that the format stores."""
-    E, H, I = module.down_proj.shape
+    E, I, H = module.down_proj.shape if _is_transposed(module) else module.down_proj.mT.shape
     dtype = module.down_proj.dtype
-    for part, spec in tensor_specs(int(E), int(I), int(H), "F32", options).items():
+    for part, spec in tensor_specs(int(E), int(I), int(H), "F32", options, is_biased(module)).items():
         stored = dtype if part in _WEIGHTS else TORCH_DTYPES[spec.dtype]
         empty = torch.empty(spec.shape, dtype=stored, device="meta")
         setattr(module, part, nn.Parameter(empty, requires_grad=False))
@@ -86,16 +106,36 @@ def expect_layer(module: Any, options: FormatOptions) -> None:
 def view_as_stock(module: Any, options: FormatOptions) -> None:
     """Stock shapes on the stored bytes, and everything else of the format in a submodule.
 
-    `gate_up_proj` (E, 2, I, H) becomes the view (E, 2I, H), `down_proj` (E, I, H) the transposed view (E, H, I), so
-    that every dense implementation of transformers runs on the stored weights.
+    `gate_up_proj` (E, 2, I, H) becomes the view (E, 2I, H), `down_proj` (E, I, H) the transposed view (E, H, I), both
+    once more transposed where transformers has them so, and a bias of gate and up (E, 2, I) becomes (E, 2I): every
+    dense implementation of transformers runs on the stored weights. No view has gate and up in turns: a module that
+    takes them so is given them by `_gate_in_turns`.
     """
     E, two, I, H = module.gate_up_proj.shape
     extra = [part for part in tensor_specs(1, 1, 1, "F32", options) if part not in _WEIGHTS]
-    module.sketch = RoutedExpertsSketch({part: getattr(module, part) for part in extra})
+    module.sketch = RoutedExpertsSketch({part: getattr(module, part) for part in extra}, kernels_know(module))
     for part in extra:
         delattr(module, part)
-    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.view(E, two * I, H), requires_grad=False)
-    module.down_proj = nn.Parameter(module.down_proj.data.transpose(1, 2), requires_grad=False)
+    gate_up, down = module.gate_up_proj.data.view(E, two * I, H), module.down_proj.data.mT
+    if _is_transposed(module):
+        gate_up, down = gate_up.mT, down.mT
+    module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+    module.down_proj = nn.Parameter(down, requires_grad=False)
+    if is_biased(module):
+        module.gate_up_proj_bias = nn.Parameter(module.gate_up_proj_bias.data.flatten(1), requires_grad=False)
+    if not getattr(module, "is_concatenated", True):
+        module._apply_gate = partial(_gate_in_turns, module)
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether transformers has the experts' matrices with their last two axes swapped."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _gate_in_turns(module: Any, gate_up: Tensor) -> Tensor:
+    """The module's own gating (..., 2I) -> (..., I), of gate and up one after the other."""
+    gated: Tensor = type(module)._apply_gate(module, torch.unflatten(gate_up, -1, (2, -1)).mT.flatten(-2))
+    return gated
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -121,12 +161,13 @@ def _reads_sparsely(module: Any, x: Tensor, routed: int) -> bool:
 
 
 def _largest_sparse_batch(module: Any, device: torch.device, routed: int) -> int:
-    E, H, I = module.down_proj.shape
+    E, I, H = stored_weights(module)[1].shape
     return largest_sparse_batch(device_name(device), LayerShape(E, routed, H, I))
 
 
 def _has_kernels(module: Any, x: Tensor) -> bool:
-    return runs_kernels(x.device) and x.dtype == module.down_proj.dtype and x.dtype in _KERNEL_DTYPES
+    fits = x.dtype == module.down_proj.dtype and x.dtype in _KERNEL_DTYPES
+    return fits and runs_kernels(x.device) and kernels_know(module)
 
 
 def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -136,7 +177,7 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     from mreader.kernels.decode import decode
     from mreader.kernels.layout import MOST_CANDIDATES
 
-    if ids.shape[1] * _stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
+    if ids.shape[1] * stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
         return read(x, ids, weights, _layer_of(module, x.device), settings)
     layer = _repacked(module, x.device)
     parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, max(len(x), 1), _TOKENS_AT_ONCE)]
@@ -150,7 +191,7 @@ def _dense(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if _has_kernels(module, x) and not differentiated:
         from mreader.kernels.dense import dense
 
-        return dense(x, ids, weights, *_stored_weights(module), module.mreader_activation.name)
+        return dense(x, ids, weights, *stored_weights(module), module.mreader_activation.name)
     eager = type(module).forward.__wrapped__
     stock = ALL_EXPERTS_FUNCTIONS.get_interface(module.mreader_dense, eager)
     output: Tensor = stock(module, x, ids, weights)
@@ -170,12 +211,17 @@ def _repacked(module: Any, device: torch.device) -> DecodeLayer:
 
 
 def _layer_of(module: Any, device: torch.device) -> ExpertLayer:
-    sketch = module.sketch.on(device)
-    gate_up, down = _stored_weights(module)
-    return ExpertLayer.of(gate_up, down, sketch, module.mreader.stored.code, module.mreader_activation)
+    stored = module.sketch.on(device)
+    gate_up, down = stored_weights(module)
+    if is_biased(module):
+        E, _, I, _ = gate_up.shape
+        stored |= {"gate_up_proj_bias": module.gate_up_proj_bias.view(E, 2, I), "down_proj_bias": module.down_proj_bias}
+    return ExpertLayer.of(gate_up, down, stored, module.mreader.stored.code, module.mreader_activation)
 
 
-def _stored_weights(module: Any) -> tuple[Tensor, Tensor]:
+def stored_weights(module: Any) -> tuple[Tensor, Tensor]:
     """gate_up (E, 2, I, H) and down (E, I, H), the layout of the checkpoint."""
-    E, rows, H = module.gate_up_proj.shape
-    return module.gate_up_proj.view(E, 2, rows // 2, H), module.down_proj.transpose(1, 2)
+    gate_up, down = module.gate_up_proj, module.down_proj.mT
+    if _is_transposed(module):
+        gate_up, down = gate_up.mT, down.mT
+    return gate_up.unflatten(1, (2, -1)), down

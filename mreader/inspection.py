@@ -21,7 +21,7 @@ from mreader.progress import Progress
 # screening with the largest) and, between them, the largest number of channels with partial screening.
 _BUDGETS = ((0.0725, 80), (0.122, 80), (0.2, 80), (0.2, BLOCK))
 _KINDS = {
-    "native": ("gate_up_proj", "down_proj"),
+    "native": ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),
     "sketch": ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs"),
     "norms": ("down_norms",),
     "recovery": ("recovery_basis", "recovery_coeffs"),
@@ -109,8 +109,9 @@ def block_shape(augmented: Augmented) -> BlockShape:
     """A routed layer as a token sees it, in the layout on disk."""
     layer, options = augmented.architecture.layers[0], augmented.options
     element_size = layer_tensors(layer, options)["down_proj"].alignment
+    routed = augmented.architecture.routed
     return BlockShape(
-        layer.hidden, layer.channels, augmented.architecture.routed, options.rank, options.code, element_size
+        layer.hidden, layer.channels, routed, options.rank, options.code, element_size, biased=layer.is_biased
     )
 
 
@@ -134,7 +135,10 @@ def budget_lines(augmented: Augmented) -> list[BudgetLine]:
 
 def _bytes_by_kind(augmented: Augmented) -> dict[str, int]:
     specs = [layer_tensors(layer, augmented.options) for layer in augmented.architecture.layers]
-    sizes = {kind: sum(layer[part].nbytes for layer in specs for part in parts) for kind, parts in _KINDS.items()}
+    sizes = {
+        kind: sum(layer[part].nbytes for layer in specs for part in parts if part in layer)
+        for kind, parts in _KINDS.items()
+    }
     total = sum(spec.nbytes for spec in augmented.checkpoint.tensors.values())
     return {**sizes, "other": total - sum(sizes.values())}
 

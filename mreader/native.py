@@ -47,7 +47,7 @@ def _refuse_bad_records(entries: Mapping[str, Any]) -> None:
 class Piece:
     """A source tensor, or one expert's slice of a fused one: the matrices that it is made of.
 
-    matrices: with their kinds, "gate", "up" or "down"; one that fills the piece, or those that share its rows
+    matrices: with their kinds, as in `RoutedLayer.matrices`; one that fills the piece, or those that share its rows
     """
 
     layer: RoutedLayer
@@ -57,24 +57,34 @@ class Piece:
     def data(self, tensors: LazyTensors) -> Tensor:
         """The piece as it lay in the source."""
         natives = [native_matrix(tensors, self.layer, kind, self.expert) for kind, _ in self.matrices]
-        whole = natives[0] if len(natives) == 1 else torch.cat(natives)
-        return whole.T if self.matrices[0][1].transposed else whole
+        first = self.matrices[0][1]
+        whole = natives[0] if len(natives) == 1 else _joined(natives, first.step)
+        return whole.T if first.transposed else whole
+
+
+def _joined(natives: list[Tensor], step: int) -> Tensor:
+    """Their rows one after the other, or in turns."""
+    return torch.cat(natives) if step == 1 else torch.stack(natives, 1).flatten(0, 1)
 
 
 def source_pieces(layers: tuple[RoutedLayer, ...]) -> dict[str, list[Piece]]:
     """Source tensor -> its pieces, in its order."""
     placed: dict[str, list[Piece]] = {}
     for layer in layers:
-        for expert, (gate, up, down) in enumerate(zip(layer.gate, layer.up, layer.down, strict=True)):
-            together = ((("gate", gate), ("up", up)), (("down", down),))
-            alone = ((("gate", gate),), (("up", up),), (("down", down),))
-            for matrices in together if gate.tensor == up.tensor else alone:
-                placed.setdefault(matrices[0][1].tensor, []).append(Piece(layer, expert, matrices))
+        for expert in range(layer.experts):
+            by_tensor: dict[str, list[tuple[str, Matrix]]] = {}
+            for kind, matrices in layer.matrices.items():
+                by_tensor.setdefault(matrices[expert].tensor, []).append((kind, matrices[expert]))
+            for tensor, parts in by_tensor.items():
+                placed.setdefault(tensor, []).append(Piece(layer, expert, tuple(parts)))
     return placed
 
 
 def native_matrix(tensors: LazyTensors, layer: RoutedLayer, kind: str, expert: int) -> Tensor:
-    """One expert's matrix in the source's orientation: gate, up (I, H); down (H, I)."""
-    if kind == "down":
-        return tensors[f"{layer.prefix}.down_proj"][expert].T
-    return tensors[f"{layer.prefix}.gate_up_proj"][expert][("gate", "up").index(kind)]
+    """One expert's matrix in the source's orientation: gate, up (I, H); down (H, I); biases of them (I,) and (H,)."""
+    part, _, bias = kind.partition("_")
+    suffix = "_bias" if bias else ""
+    if part == "down":
+        stored = tensors[f"{layer.prefix}.down_proj{suffix}"][expert]
+        return stored if bias else stored.T
+    return tensors[f"{layer.prefix}.gate_up_proj{suffix}"][expert][("gate", "up").index(part)]

@@ -14,12 +14,15 @@ MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
 # What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread; weights
 # that move, mapped and transposed; what nine threads hash.
 _BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 9 * HASHED_AT_ONCE
+# Of quantized weights: experts on their way through `mreader.augment`, its threads' last ones included, and what is
+# needed beside a dequantized tensor, in its own size.
+_EXPERTS_ON_THE_WAY, _DEQUANTIZING_COPIES = 32, 3
 # Results are joined from the experts' parts; those of the recovery map are float32 first.
 _SKETCH_COPIES, _RECOVERY_COPIES = 2, 5
 # Tensors that are computed together stay in one shard, so that a resumed run computes nothing twice.
 SKETCH = ("sketch_codes", "sketch_scales", "sketch_errors", "sketch_signs")
 RECOVERY = ("down_norms", "recovery_basis", "recovery_coeffs")
-STEPS = (("gate_up_proj",), ("down_proj",), SKETCH, RECOVERY)
+STEPS = (("gate_up_proj",), ("down_proj",), ("gate_up_proj_bias", "down_proj_bias"), SKETCH, RECOVERY)
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,29 @@ class Plan:
         tensor, which may be looked at in the meantime.
         """
         transformed = self.architecture.transformed
-        copied = max((spec.nbytes for name, spec in self.source.tensors.items() if name not in transformed), default=0)
-        return max(self._layer_memory(layer) for layer in self.architecture.layers) + copied + _BASE_MEMORY
+        copied = [self._copied_memory(name) for name in self.source.tensors if name not in transformed]
+        layers = [self._layer_memory(layer) for layer in self.architecture.layers]
+        return max(layers) + max(copied, default=0) + _BASE_MEMORY
+
+    def _copied_memory(self, name: str) -> int:
+        if name not in self.source.packed:
+            return self.source.spec(name).nbytes
+        return self.source.stored_bytes(name) + (1 + _DEQUANTIZING_COPIES) * self.source.spec(name).nbytes
 
     def _layer_memory(self, layer: RoutedLayer) -> int:
-        """Mapped pages and results of a step of the layer and of one beside it, be it the next layer's."""
-        mapped = sum(self.source.spec(name).nbytes for name in layer.tensors)
+        """Mapped pages and results of a step of the layer and of one beside it, be it the next layer's.
+
+        What is dequantized is in no file: experts on their way, and all down projections, for the recovery map.
+        """
+        mapped = sum(map(self.source.stored_bytes, layer.tensors))
         nbytes = {part: spec.nbytes for part, spec in layer_tensors(layer, self.options).items()}
+        dequantized = 0
+        if not self.source.packed.keys().isdisjoint(layer.tensors):
+            expert = (nbytes["gate_up_proj"] + nbytes["down_proj"]) // layer.experts
+            dequantized = nbytes["down_proj"] + _EXPERTS_ON_THE_WAY * expert
         return (
             mapped
+            + dequantized
             + _SKETCH_COPIES * sum(nbytes[part] for part in SKETCH)
             + _RECOVERY_COPIES * sum(nbytes[part] for part in RECOVERY)
         )

@@ -1,6 +1,6 @@
 """The decode block: a routed layer's output from a fraction of its weights. Definition: docs/reader.md.
 
-y = sum over kept j of w_e * a_j * d_j  +  U . sum over skipped j of w_e * p_j * b_j
+y = sum over kept j of w_e * a_j * d_j  +  U . sum over skipped j of w_e * p_j * b_j  +  sum over e of w_e * beta_e
 """
 
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert
@@ -15,6 +15,7 @@ from torch import Tensor
 from mreader.activations import Activation
 from mreader.errors import UsageError
 from mreader.formats.codes import BLOCK, Code
+from mreader.kernels.bias import add_down_bias, with_bias
 from mreader.kernels.exact import exact
 from mreader.kernels.recover import recover
 from mreader.kernels.rotate import pick_coordinates, rotate
@@ -36,6 +37,7 @@ class ExpertLayer:
     down_norms: (E, I) float16 - ||d_j||
     basis:      (H, r) float16 - U
     coeffs:     (E, I, r) float16 - b_j = U^T d_j
+    gate_up_bias, down_bias: (E, 2, I) and (E, H) native dtype - beta_e is the latter; None where experts have no biases
     """
 
     gate_up: Tensor
@@ -49,12 +51,14 @@ class ExpertLayer:
     coeffs: Tensor
     code: Code
     activation: Activation
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @classmethod
     def of(
         cls, gate_up: Tensor, down: Tensor, stored: Mapping[str, Tensor], code: Code, activation: Activation
     ) -> "ExpertLayer":
-        """The layer of these weights and, under their names in the format, the tensors of sketch and recovery map."""
+        """The layer of these weights and, under their names in the format, of the other tensors."""
         return cls(
             gate_up=gate_up,
             down=down,
@@ -67,6 +71,8 @@ class ExpertLayer:
             coeffs=stored["recovery_coeffs"],
             code=code,
             activation=activation,
+            gate_up_bias=stored.get("gate_up_proj_bias"),
+            down_bias=stored.get("down_proj_bias"),
         )
 
 
@@ -99,7 +105,7 @@ class ReadSettings:
 
 @torch.no_grad()
 def read(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Tensor:
-    """y = sum over kept j of w_e * a_j * d_j + U . sum over skipped j of w_e * p_j * b_j, for every token.
+    """y = sum over kept j of w_e * a_j * d_j + U . sum over skipped j of w_e * p_j * b_j + sum over e of w_e * beta_e.
 
     x:       (N, H) any float - input of the routed experts
     ids:     (N, K) int - routed experts; anything outside 0..E-1 contributes nothing and is never selected
@@ -115,15 +121,16 @@ def read(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: 
     rx = rotate(x, layer.signs)
     read_coordinates = pick_coordinates(rx, settings.coordinates)
     estimates = screen(rx, read_coordinates, ids, layer.codes, layer.scales, layer.code)
+    estimates = with_bias(estimates, ids, layer.gate_up_bias)
     candidates = Candidates(
         estimates, ids, weights, layer.scales, layer.errors, layer.down_norms, coeffs, layer.code, layer.activation
     )
     kept = select(score(candidates, settings.score), settings.k)
-    y = exact(x, ids, weights, kept, layer.gate_up, layer.down, layer.activation)
+    y = exact(x, ids, weights, kept, layer.gate_up, layer.down, layer.activation, layer.gate_up_bias)
     if settings.rank:
-        p = layer.activation.function(estimates.gate) * estimates.up
+        p = layer.activation.gated(estimates.gate, estimates.up)
         y = y + recover(p, ids, weights, kept, basis, coeffs)
-    return y.to(x.dtype)
+    return add_down_bias(y, ids, weights, layer.down_bias).to(x.dtype)
 
 
 def _recovery(layer: ExpertLayer, rank: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from mreader.output import (
     require_space_for,
 )
 from mreader.progress import Progress
+from mreader.verify import check_hashes
 
 _WORK_FOLDER = ".mreader-restore"
 _PART = "part"
@@ -29,6 +30,9 @@ _PART = "part"
 
 def restore(out: str | Path, destination: str | Path, *, progress: Progress | None = None) -> list[str]:
     """Write the files that `out` was converted from into `destination`, each checked against its recorded sha256.
+
+    Of a quantized source it writes the dequantized model instead, in files of the same names, and says so: the weights
+    of the source itself are not in `out`, whose own files are then what is checked.
 
     destination: folder that does not exist, is empty, or holds a restore that was interrupted
     returns:     names of source files that could not be restored: a README.md that push-to-hub has replaced
@@ -39,8 +43,11 @@ def restore(out: str | Path, destination: str | Path, *, progress: Progress | No
     augmented = open_to_verify(folder_named(out, "checkpoint"))
     refuse_overlap(augmented.folder, destination)
     _refuse_used(destination)
+    if augmented.source.packed:
+        check_hashes(augmented, progress)
+        progress.note("the source is quantized: this restores the dequantized model, in BF16")
     with os_errors_of(destination):
-        sizes = {name: int(entry["bytes"]) for name, entry in augmented.manifest["source"]["files"].items()}
+        sizes = _sizes(augmented)
         with locked(destination / _WORK_FOLDER, "restore") as new:
             if new:
                 _refuse_finished(destination)
@@ -60,6 +67,15 @@ def restore(out: str | Path, destination: str | Path, *, progress: Progress | No
                 raise
             shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)  # another run may be trying the lock in it
     return left_out
+
+
+def _sizes(augmented: Augmented) -> dict[str, int]:
+    """File to write -> size."""
+    if not augmented.source.packed:
+        return {name: int(entry["bytes"]) for name, entry in augmented.manifest["source"]["files"].items()}
+    source = augmented.source
+    texts = {name: len(text.encode()) for name, text in source.texts.items()}
+    return {**{name: header.nbytes for name, header in source.headers.items()}, **texts, **source.files}
 
 
 def _paths(destination: Path, names: Iterable[str]) -> list[Path]:
@@ -147,7 +163,8 @@ def _copy(augmented: Augmented, name: str, destination: Path, progress: Progress
 
 def _commit(augmented: Augmented, name: str, file: HashingFile) -> None:
     recorded = augmented.manifest["source"]["files"][name]
-    if file.record() != (recorded["sha256"], recorded["bytes"]):
+    dequantized = augmented.source.packed and name not in augmented.source.files
+    if not dequantized and file.record() != (recorded["sha256"], recorded["bytes"]):
         raise VerifyError(
             f"{name} would differ from the source's file of that name",
             "the checkpoint is damaged: `mreader verify` says where",

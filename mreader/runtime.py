@@ -29,10 +29,9 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mreader.activations import get_activation
-from mreader.backend import layout_on
 from mreader.budget import BlockShape, Budget, Layout, Reads, count_reads
 from mreader.errors import SourceError, UsageError
-from mreader.experts import expect_layer, experts_forward, view_as_stock
+from mreader.experts import expect_layer, experts_forward, is_biased, layout_of, view_as_stock
 from mreader.formats.architectures import known_model_types, predicting_layers, routed_part, routing
 from mreader.formats.augmented import METHOD, FormatOptions, open_augmented
 from mreader.formats.safetensors_file import read_header
@@ -73,7 +72,7 @@ class Runtime:
     @property
     def shape(self) -> BlockShape:
         """A layer in the layout that the model's device reads."""
-        return _laid_out(self.stored, layout_on(self.experts.down_proj.device))
+        return _laid_out(self.stored, layout_of(self.experts))
 
     @property
     def settings(self) -> ReadSettings:
@@ -113,7 +112,10 @@ def expect_format(model: PreTrainedModel, options: FormatOptions, files: list[Pa
     """Give the routed experts of an empty model parameters in the format's shapes and dtypes, on the meta device."""
     experts = [module for _, module in experts_modules(model)]
     if not experts:
-        raise SourceError(f"{type(model).__name__} has no routed experts", "load the checkpoint's own model class")
+        raise SourceError(
+            f"{type(model).__name__} has no routed experts behind the experts interface of transformers",
+            "load the checkpoint's own model class, or upgrade transformers",
+        )
     for module in experts:
         expect_layer(module, options)
     _raise_on_missing_tensors(model)
@@ -266,7 +268,7 @@ def _make_runtime(model: PreTrainedModel, options: FormatOptions, element_size: 
     routed, activation = routing(model.config.to_dict())
     for module in experts:
         module.mreader_activation = get_activation(activation)
-    shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size)
+    shape = BlockShape(int(H), int(I), routed, options.rank, options.code, element_size, biased=is_biased(experts[0]))
     return Runtime(shape, len(experts), Budget.of(options), experts[0])
 
 

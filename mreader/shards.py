@@ -5,11 +5,12 @@ Moving takes no torch, so it begins before torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from mreader.errors import MreaderError
 from mreader.formats.architectures import Matrix, RoutedLayer
 from mreader.formats.augmented import layer_tensors
-from mreader.formats.bits import Bits, MappedBits, non_finite, non_finite_row, refuse_non_finite, row_major
+from mreader.formats.bits import Bits, non_finite, non_finite_row, refuse_non_finite, row_major
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import FileRecord, HashingFile, data_begins, encode_header
 from mreader.plan import MOVED_AT_ONCE, RECOVERY, SHARD_METADATA, SKETCH, Plan, Shard
@@ -26,7 +27,7 @@ from mreader.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-_Read = Callable[[MappedBits], Bits]
+_Read = Callable[[Mapping[str, Bits]], Bits]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class ShardWriter:
         found: dict[str, None] = {}
         for name in shard.tensors:
             layer = self._layers.get(name)
-            found |= dict.fromkeys(self._source.where[tensor] for tensor in (layer.tensors if layer else [name]))
+            stored = chain.from_iterable(map(self._source.stored, layer.tensors if layer else [name]))
+            found |= dict.fromkeys(self._source.on_disk.where[tensor] for tensor in stored)
         return list(found)
 
     def _open(self, shard: Shard) -> _Begun:
@@ -129,7 +131,7 @@ class ShardWriter:
         for run in _runs(self._pieces(shard)):
             if self._left.is_set():
                 return
-            with self._source.bits() as bits:
+            with _open_bits(self._source) as bits:
                 file.write_at(run[0].begin, [row_major(piece.read(bits)).data for piece in run])
             self._progress.advance(run[-1].end - run[0].begin)
 
@@ -150,6 +152,11 @@ class ShardWriter:
             return [matrix.read for pair in zip(layer.gate, layer.up, strict=True) for matrix in pair]
         if part == "down_proj":
             return [partial(_read_transposed, matrix) for matrix in layer.down]
+        if part == "gate_up_proj_bias":
+            biases = [matrix for pair in zip(layer.gate_bias, layer.up_bias, strict=True) for matrix in pair]
+            return [partial(_read_finite_bias, matrix, dtype) for matrix in biases]
+        if part == "down_proj_bias":
+            return [partial(_read_finite_bias, matrix, dtype) for matrix in layer.down_bias]
         return []
 
     def _steps(self, shard: Shard) -> list[_Step]:
@@ -173,11 +180,12 @@ class ShardWriter:
 
     def _compute_step(self, step: _Step, file: HashingFile, device: torch.device, pool: Executor) -> None:
         from mreader.augment import LayerAugmenter
-        from mreader.formats.tensors import DTYPE_NAMES, LazyTensors, as_bits, as_bytes
+        from mreader.dequantize import open_tensors
+        from mreader.formats.tensors import DTYPE_NAMES, as_bits, as_bytes
 
         layer = step.layer
         self._progress.layer(layer.ordinal + 1, len(self._plan.architecture.layers))
-        with LazyTensors(self._source.path, self._source.where) as tensors:
+        with open_tensors(self._source) as tensors:
             augmenter = LayerAugmenter(layer, tensors, self._plan.options, device, pool)
             try:
                 for part, begin in step.begins.items():
@@ -204,19 +212,37 @@ def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _read_finite(name: str, dtype: str, bits: MappedBits) -> Bits:
-    refuse_non_finite(name, bits[name], dtype)
-    return bits[name]
+def _read_finite(name: str, dtype: str, bits: Mapping[str, Bits]) -> Bits:
+    whole = bits[name]
+    refuse_non_finite(name, whole, dtype)
+    return whole
 
 
-def _read_transposed(matrix: Matrix, bits: MappedBits) -> Bits:
+def _read_finite_bias(matrix: Matrix, dtype: str, bits: Mapping[str, Bits]) -> Bits:
+    """A bias shows in nothing that is computed."""
+    bias = matrix.read(bits)
+    if (row := non_finite_row(bias, dtype)) is not None:
+        raise non_finite(matrix.tensor, f"expert {matrix.expert}, row {matrix.row(row)}")
+    return bias
+
+
+def _read_transposed(matrix: Matrix, bits: Mapping[str, Bits]) -> Bits:
     return matrix.read(bits).T
 
 
 def _refuse_non_finite_layer(layer: RoutedLayer, source: Checkpoint) -> None:
     """SourceError, naming tensor, expert and row, where a weight of `layer` is NaN or infinite."""
-    with source.bits() as bits:
-        for matrices in (layer.gate, layer.up, layer.down):
+    with _open_bits(source) as bits:
+        for matrices in layer.matrices.values():
             for expert, matrix in enumerate(matrices):
                 if (row := non_finite_row(matrix.read(bits), layer.dtype)) is not None:
-                    raise non_finite(matrix.tensor, f"expert {expert}, row {matrix.first + row}")
+                    raise non_finite(matrix.tensor, f"expert {expert}, row {matrix.row(row)}")
+
+
+def _open_bits(source: Checkpoint) -> AbstractContextManager[Mapping[str, Bits]]:
+    """The source's tensors as bits; those of quantized ones need torch."""
+    if not source.packed:
+        return source.bits()
+    from mreader.dequantize import DequantizedBits
+
+    return DequantizedBits(source)

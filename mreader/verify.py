@@ -3,7 +3,7 @@
 E experts, H hidden size, I channels of an expert, nb blocks, C = nb * 128 rotated coordinates, r rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mreader.augment import LayerAugmenter, experts_side_by_side
+from mreader.dequantize import open_tensors
 from mreader.errors import SourceError, VerifyError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import MANIFEST, SOURCE, Augmented
@@ -19,8 +20,8 @@ from mreader.formats.bits import refuse_non_finite
 from mreader.formats.checkpoint import Checkpoint, open_checkpoint
 from mreader.formats.codes import BLOCK, Code
 from mreader.formats.coding import unpack, values
+from mreader.formats.quantized import dequantized
 from mreader.formats.safetensors_file import FileRecord
-from mreader.formats.tensors import LazyTensors
 from mreader.hashing import changed_files
 from mreader.native import native_matrix, open_to_verify
 from mreader.output import CARD
@@ -78,7 +79,8 @@ class Verified:
 def verify(out: str | Path, source: str | Path | None = None, *, progress: Progress | None = None) -> Verified:
     """Check tensors, shapes, checksums and finite values; with a source, every weight and everything computed from it.
 
-    source: the folder that `out` was converted from: its weights must be there bit for bit (down transposed back), and
+    source: the folder that `out` was converted from: its weights must be there bit for bit (down transposed back; of a
+            quantized one, those that it dequantizes to), and
             sketch and norms must be those computed from it again, block by block and channel by channel, up to the
             rounding of what is stored. The recovery map need not be the same one, for where the down projections have
             no few main directions any noise turns it: U must be orthonormal, every b_j = U^T d_j within 1e-3, and U
@@ -88,11 +90,11 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
     """
     progress = progress or Progress()
     augmented = open_to_verify(Path(out))
-    _check_hashes(augmented, progress)
+    check_hashes(augmented, progress)
     _check_finite(augmented, progress)
     layers = 0
     if source is not None:
-        original = open_checkpoint(Path(source))
+        original = dequantized(open_checkpoint(Path(source)))
         _compare_copied(augmented, original, progress)
         with experts_side_by_side(torch.device("cpu")) as pool:
             for layer in augmented.architecture.layers:
@@ -103,7 +105,8 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
     return Verified(len(augmented.manifest["files"]), len(augmented.checkpoint.tensors), layers)
 
 
-def _check_hashes(augmented: Augmented, progress: Progress) -> None:
+def check_hashes(augmented: Augmented, progress: Progress) -> None:
+    """VerifyError where a file of the checkpoint is not as its manifest says."""
     records = {augmented.folder / name: FileRecord.of(e) for name, e in augmented.manifest["files"].items()}
     names = {path.relative_to(augmented.folder).as_posix() for path in records}
     for name in (*augmented.checkpoint.headers, *augmented.checkpoint.texts, SOURCE, *augmented.source.files):
@@ -137,14 +140,14 @@ def _compare_copied(augmented: Augmented, source: Checkpoint, progress: Progress
     for name in source.tensors:
         if name in augmented.architecture.transformed:
             continue
-        with LazyTensors(source.path, source.where) as there, augmented.tensors() as here:
+        with open_tensors(source) as there, augmented.tensors() as here:
             _expect_same(here[name], there[name], name)
         progress.advance(source.spec(name).nbytes)
 
 
 def _compare_layer(augmented: Augmented, source: Checkpoint, layer: RoutedLayer, pool: Executor) -> None:
-    with LazyTensors(source.path, source.where) as there, augmented.tensors() as here:
-        for kind, matrices in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
+    with open_tensors(source) as there, augmented.tensors() as here:
+        for kind, matrices in layer.matrices.items():
             for expert, matrix in enumerate(matrices):
                 _expect_same(
                     native_matrix(here, layer, kind, expert),
@@ -168,7 +171,7 @@ def _compare_layer(augmented: Augmented, source: Checkpoint, layer: RoutedLayer,
 
 
 def _sketch_differences(
-    stored: dict[str, Tensor], again: dict[str, Tensor], code: Code, layer: RoutedLayer, there: LazyTensors
+    stored: dict[str, Tensor], again: dict[str, Tensor], code: Code, layer: RoutedLayer, there: Mapping[str, Tensor]
 ) -> Iterator[_Difference]:
     """Codes by their share of other blocks; s and rho of every block with the same codes, and how good others are."""
     codes, scales, errors = stored["sketch_codes"], again["sketch_scales"].float(), again["sketch_errors"].float()

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     PreTrainedModel,
 )
+from transformers.models.aria import modeling_aria
 
 # Odd on purpose: H is no multiple of 128, I none of 5 or 32, E no power of two.
 HIDDEN, CHANNELS, EXPERTS, ROUTED, LAYERS, VOCABULARY = 192, 80, 6, 3, 3, 96
@@ -101,6 +102,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{**_TEXT, "intermediate_size": CHANNELS, "num_local_experts": EXPERTS, "num_experts_per_tok": ROUTED},
+            **{"head_dim": 48, "sliding_window": 32},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gemma4_text": ("gemma4_text", _GEMMA4),
     "gemma4": (
         "gemma4",
@@ -127,6 +136,8 @@ _GROUPED = {
 }
 _MLA = {**_GROUPED, **_LATENT, "head_dim": 16, "num_key_value_heads": 4}
 _GRANITE = {**_INTERMEDIATE, "num_local_experts": EXPERTS}
+_INDEXED = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 64}
+_CLAMPED = {"swiglu_limit": 0.3, "hc_mult": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 48, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 # Every other type of the table, one case each.
@@ -134,6 +145,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "afmoe": {
         **{**_SHARED, "num_experts": EXPERTS, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 48},
         **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 32},
+    },
+    "aria": {
+        "text_config": {
+            **{**_INTERMEDIATE, "moe_num_experts": EXPERTS, "moe_topk": ROUTED, "moe_num_shared_experts": 1},
+            "model_type": "aria_text",
+        },
+        "vision_config": {**_VISION, "model_type": "idefics3_vision", "num_hidden_layers": 1, "image_size": 28},
+        "projector_patch_to_query_dict": {"4": 2},
     },
     "axk1": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
     "axk2": {**_MLA, "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 32},
@@ -151,7 +170,13 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
-    "deepseek_v32": {**_MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64},
+    "deepseek_v32": {**_MLA, **_INDEXED},
+    "deepseek_v4": {
+        **{**_SHARED, **_CLAMPED, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_hidden_layers": 3},
+        **{"intermediate_size": CHANNELS, "num_key_value_heads": 1, "head_dim": 48, "sliding_window": 32},
+        **{"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+        **{"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8},
+    },
     "dots1": {**_GROUPED, "n_shared_experts": 2},
     "ernie4_5_moe": {
         **{**_SHARED, "moe_k": ROUTED, "moe_num_experts": EXPERTS, "moe_num_shared_experts": 1},
@@ -166,7 +191,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "flint": {**_QWEN2, "num_hidden_layers": 2, "mlp_only_layers": [0]},
     "glm4_moe": {**_GROUPED, "use_qk_norm": True},
     "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse"]},
-    "glm_moe_dsa": {**_MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64},
+    "glm_moe_dsa": {**_MLA, **_INDEXED},
+    "glm5_next": {
+        "text_config": {
+            **{**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"], "qk_rope_head_dim": 0},
+            **{"linear_head_dim": 32, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+        },
+        "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": HIDDEN},
+    },
     "glm4v_moe": {
         "text_config": {
             **_GROUPED,
@@ -187,6 +219,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     "hy_v3": {
         **{**_SHARED, "num_experts": EXPERTS, "num_shared_experts": 1, "head_dim": 48, "num_hidden_layers": 2},
         **{"mlp_layer_types": ["dense", "sparse"], "initializer_range": 0.02},
+    },
+    "hy_v4": {**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v4_vl": {
+        "text_config": {
+            **{**_MLA, **_INDEXED, **_CLAMPED, "mlp_layer_types": ["dense", "sparse"], "model_type": "hy_v4_vl_text"},
+            **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "index_head_dim": 96},
+        },
+        "vision_config": {**_VISION, "num_hidden_layers": 1, "image_size": 28, "out_hidden_size": HIDDEN},
     },
     "jamba": {
         **{**_INTERMEDIATE, "num_experts": EXPERTS, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -211,6 +251,14 @@ MORE_TYPES: dict[str, dict[str, Any]] = {
     },
     "minimax": {**_GRANITE, "head_dim": 48, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": {**_GRANITE, "head_dim": 48},
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_GRANITE, "head_dim": 48, "rotary_dim": 24, "dense_intermediate_size": 96, "swiglu_limit": 0.3},
+            **{"shared_intermediate_size": 64, "mlp_layer_types": ["dense", "sparse"]},
+        },
+        "vision_config": {**_VISION, "num_hidden_layers": 1, "image_size": 28},
+        "projector_hidden_size": 64,
+    },
     "phimoe": _GRANITE,
     "qwen3_next": {**_QWEN3_5, "intermediate_size": 96, "mlp_only_layers": [0]},
     "qwen3_omni_moe": {
@@ -274,8 +322,10 @@ MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def is_in_transformers(name: str) -> bool:
-    """Whether the installed transformers has the case's model type."""
-    return MODEL_TYPES[name][0] in CONFIG_MAPPING
+    """Whether the installed transformers has the case's model type, and its experts behind the experts interface."""
+    return MODEL_TYPES[name][0] in CONFIG_MAPPING and (
+        name != "aria" or hasattr(getattr(modeling_aria, "AriaExperts", None), "_apply_gate")
+    )
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> PreTrainedModel:
@@ -294,6 +344,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
     for part, parameter in model.named_parameters():
         if part.startswith("talker.") and ".experts." in part:  # which transformers leaves as the memory was
             torch.nn.init.normal_(parameter, std=0.02)
+        if part.endswith("_proj_bias"):  # which start at zero; some of gate and up beyond their limits
+            torch.nn.init.normal_(parameter, std=4 if part.endswith("gate_up_proj_bias") else 0.1)
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
 

@@ -12,7 +12,7 @@ from commands import contents, mreader
 from sources import INDEX, make_source, read_json, shards
 
 from mreader.errors import SourceError, UnsupportedError
-from mreader.formats.architectures import find_architecture, known_model_types
+from mreader.formats.architectures import find_architecture, known_model_types, model_types
 from mreader.formats.checkpoint import Checkpoint, assemble, open_checkpoint
 from mreader.formats.safetensors_file import parse_header
 
@@ -132,7 +132,19 @@ class TestFormats:
         named = {layout["name"]: layout for layout in found["layouts"]}
         assert {name for entry in types.values() for name in entry["layouts"]} == set(named)
         assert named["per_expert_w"]["tensors"]["down"] == "{expert}.w2.weight"
-        assert [name for name, layout in named.items() if layout["transposed"]] == ["fused_transposed"]
+        assert [name for name, layout in named.items() if layout["transposed"]] == [
+            "fused_transposed",
+            "fused_fc",
+            "fused_interleaved",
+        ]
+
+    def test_the_readme_has_the_same_tables(self) -> None:
+        """Otherwise put what `mreader formats --markdown` prints there."""
+        readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+        tables = mreader("formats", "--markdown").out
+        assert tables.strip() in readme
+        for model_type in model_types():
+            assert f" {model_type.model_type}" in tables
 
     def test_text_names_every_type_and_layout(self) -> None:
         found, shown = json.loads(mreader("formats", "--json").out), mreader("formats").out
@@ -143,7 +155,7 @@ class TestFormats:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gpt_oss", "biases"),
+        ("openai_privacy_filter", "no decode steps"),
         ("llama4", "experts' input"),
         ("muse_spark", "norm"),
         ("nemotron_h", "no gate"),

@@ -46,6 +46,19 @@ def test_bytes_of_a_token() -> None:
     assert count_reads(QWEN3_30B, 444, 80, "norm", 32).bytes == expected
 
 
+def test_biases_are_read_in_any_case() -> None:
+    # By hand: of 4 experts, gate and up biases 2*2880*2 bytes and a down bias of 2880*2; both are whole sectors.
+    plain, biased = (BlockShape(2880, 2880, 4, 32, TERNARY, biased=biased) for biased in (False, True))
+    extra = 4 * (2 * 2880 * 2 + 2880 * 2)
+    assert biased.native_bytes - plain.native_bytes == extra
+    for k in (0, 1405, biased.candidates):
+        reads = [count_reads(shape, k, 80, "variance", 32).bytes for shape in (plain, biased)]
+        assert reads[1] - reads[0] == extra
+    k = reads_to_k(biased, 0.178, 80, "variance", 32)
+    assert count_reads(biased, k, 80, "variance", 32).total <= 0.178
+    assert count_reads(biased, k + 1, 80, "variance", 32).total > 0.178
+
+
 def test_a_budget_below_sketch_and_recovery_names_the_least_one_which_works() -> None:
     with pytest.raises(UsageError, match=r"17\.32 %"):
         reads_to_k(OLMOE_TINY, 0.15, 80, "variance", 32)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import contents, mreader
 from hub_server import HubServer, use_hub
+from quantizers import CASES, make
 from sources import INDEX, make_source, read_json, shards
 
 from mreader.convert import convert, plan_conversion
@@ -168,3 +169,20 @@ def test_nothing_is_asked_for_a_folder_that_is_in_use(hub: HubServer, tmp_path: 
     before = len(hub.seen)
     assert mreader("convert", REPO, tmp_path / "out").code == USAGE
     assert len(hub.seen) == before
+
+
+def test_quantized_weights(hub: HubServer, tmp_path: Path) -> None:
+    """The error names the repository, a plan needs headers only, and the result is that of the folder."""
+    source, _ = make(CASES["qwen3_moe, FP8"], tmp_path, shards=3)
+    hub.add_folder("lab/tiny-fp8", source)
+    ran = mreader("convert", "lab/tiny-fp8", tmp_path / "out")
+    assert f"`mreader convert lab/tiny-fp8 {tmp_path / 'out'} --dtype bfloat16`" in ran.err
+    assert ran.code == UNSUPPORTED
+    call = ("convert", "lab/tiny-fp8", tmp_path / "out", "--dtype", "bfloat16", "--device", "cpu")
+    planned = json.loads(mreader(*call, "--dry-run", "--json").out)
+    assert (planned["quantized"], planned["dtype"]) == ("fp8", "BF16")
+    assert hub.count("/lfs/download/") <= 3 * 2  # ranges of headers, in both plans
+    ran = mreader(*call, "-q")
+    assert ran.code == 0, ran.err
+    convert(source, tmp_path / "local", device="cpu", dtype="bfloat16")
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "local")

@@ -3,6 +3,8 @@
 # N tokens, E experts, K routed experts of a token, H hidden size, I channels of an expert, nb blocks, r rank
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,38 @@ def test_an_activation_is_transformers_own_and_its_derivative_is_autograds(name:
     (slope,) = torch.autograd.grad(value.sum(), z)
     torch.testing.assert_close(activation.derivative(z), slope, rtol=1e-10, atol=1e-12)
     assert activation.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "phi", "psi"),
+    [
+        ("clamped_silu(limit=2.5)", lambda z: z / (1 + torch.exp(-z)), lambda u: u),
+        ("clamped_swiglu(alpha=1.702, limit=7)", lambda z: z / (1 + torch.exp(-1.702 * z)), lambda u: u + 1),
+    ],
+)
+def test_a_clamped_activation_is_flat_beyond_its_limit(name: str, phi: Any, psi: Any) -> None:
+    activation = get_activation(name)
+    limit = float(name.split("limit=")[1].rstrip(")"))
+    z = torch.linspace(-9, 9, 1000, dtype=torch.float64, requires_grad=True)
+    inside, below = z.abs() <= limit, z <= limit
+    value, up = activation.function(z), activation.up_function(z)
+    edge = torch.full_like(z, limit)
+    torch.testing.assert_close(value, torch.where(below, phi(z), phi(edge)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(up, torch.where(inside, psi(z), psi(edge.copysign(z))), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(activation.gated(z, z), value * up, rtol=0, atol=0)
+    for found, of in ((activation.derivative(z), value), (activation.up_derivative(z), up)):
+        (slope,) = torch.autograd.grad(of.sum(), z)
+        torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-12)
+    assert not activation.is_linear_in_up
+    assert get_activation("silu").is_linear_in_up
+
+
+@pytest.mark.parametrize(
+    "name", ["clamped_silu", "clamped_silu()", "clamped_silu(alpha=1)", "clamped_silu(limit=x)", "silu(limit=1)"]
+)
+def test_an_activation_without_its_parameters_is_unknown(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(f"unknown activation {name!r}")):
+        get_activation(name)
 
 
 def test_an_unknown_activation_lists_the_known_ones() -> None:

@@ -19,6 +19,7 @@ import torch
 from checkpoints import EXPERTS, MODEL_TYPES, VOCABULARY, is_in_transformers, save_tiny
 from commands import contents
 from safetensors.torch import load_file
+from sources import read_json
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -33,7 +34,7 @@ from mreader.runtime import reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
 NEW_TOKENS = 16
-OWN_CACHE = {"axk2", "deepseek_v32", "glm_moe_dsa", "minimax", "zaya"}
+OWN_CACHE = {"axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "minimax", "zaya"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ class Case:
 
 # One of every layout and of every way to be different; the others are like one of these, and take minutes.
 TELLING = {
+    "aria",
     "olmoe",
     "mixtral",
     "qwen3_5_moe",
     "gemma4",
     "deepseek_v3",
+    "gpt_oss",
     "granitemoe",
     "qwen3_vl_moe",
     "lfm2_moe",
@@ -161,11 +164,11 @@ def test_a_quarter_of_the_channels_agrees_with_the_reference(case: Case) -> None
         hook.remove()
 
     stored = [layer for _, layer in sorted(layers_of(case.out).items())]
-    activation = ACT2FN[find_architecture(open_checkpoint(case.source)).activation]
+    gating = gating_of(case.source)
     assert len(calls) == len(stored)
     for ((x, ids, weights), output), layer in zip(calls, stored, strict=True):
         for token in range(len(x)):
-            expected = read_by_definition(x[token], ids[token], weights[token], layer, activation, settings.k)
+            expected = read_by_definition(x[token], ids[token], weights[token], layer, gating, settings.k)
             size = float(expected.abs().max())
             torch.testing.assert_close(output[token].double(), expected, rtol=0, atol=1e-4 * size)
 
@@ -194,8 +197,35 @@ def layers_of(out: Path) -> dict[int, dict[str, Tensor]]:
     return found
 
 
+Elementwise = Callable[[Tensor], Tensor]
+
+
+def gating_of(source: Path) -> tuple[Elementwise, Elementwise]:
+    """phi and psi of a source's experts: a_j = phi(g_j . x + its bias) psi(v_j . x + its bias)."""
+    config = read_json(source / "config.json")
+    limit = config.get("text_config", config).get("swiglu_limit", 7.0 if config["model_type"] == "gpt_oss" else None)
+    if limit is None:
+        return ACT2FN[find_architecture(open_checkpoint(source)).activation], lambda up: up
+    alpha, shift = (1.702, 1) if config["model_type"] in ("gpt_oss", "minimax_m3_vl") else (1, 0)
+
+    def phi(gate: Tensor) -> Tensor:
+        least = torch.minimum(gate, torch.full_like(gate, limit))
+        return least / (1 + torch.exp(-alpha * least))
+
+    def psi(up: Tensor) -> Tensor:
+        edge = torch.full_like(up, limit)
+        return shift + torch.minimum(torch.maximum(up, -edge), edge)
+
+    return phi, psi
+
+
 def read_by_definition(
-    x: Tensor, ids: Tensor, weights: Tensor, layer: dict[str, Tensor], activation: Callable[[Tensor], Tensor], k: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    layer: dict[str, Tensor],
+    gating: tuple[Elementwise, Elementwise],
+    k: int,
 ) -> Tensor:
     """x: (H,); ids, weights: (K,); returns (H,). Ternary codes, 80 coordinates a block, score `variance`."""
     x, weights = x.double(), weights.double()
@@ -208,23 +238,28 @@ def read_by_definition(
 
     scores, exact, guessed = [], [], []
     for expert, weight in zip(ids.tolist(), weights, strict=True):
+        bias = layer["gate_up_proj_bias"][expert] if "gate_up_proj_bias" in layer else 0.0  # (2, I)
         scales = layer["sketch_scales"][expert]  # (2, nb, I)
         channels = scales.shape[-1]
         codes = unpack(layer["sketch_codes"][expert], channels).view(2, -1, 128, channels)
-        gate, up = torch.einsum("mbci,mbi,bc->mi", codes, scales, seen)
+        gate, up = torch.einsum("mbci,mbi,bc->mi", codes, scales, seen) + bias
         gate_noise, up_noise = torch.einsum("mbi,b->mi", scales.square(), 0.127 * inside + 0.667 * outside)
-        phi, slope = with_slope(activation, gate)
-        variance = (slope * up) ** 2 * gate_noise + phi**2 * up_noise + slope**2 * gate_noise * up_noise
+        (phi, slope), (psi, up_slope) = with_slope(gating[0], gate), with_slope(gating[1], up)
+        up_noise = up_slope**2 * up_noise
+        variance = (slope * psi) ** 2 * gate_noise + phi**2 * up_noise + slope**2 * gate_noise * up_noise
         length, map = layer["down_norms"][expert], layer["recovery_coeffs"][expert]
-        scores.append(weight**2 * ((phi * up) ** 2 * (length**2 - map.square().sum(1)) + variance * length**2))
-        true = layer["gate_up_proj"][expert] @ x
-        exact.append((weight * activation(true[0]) * true[1]).unsqueeze(1) * layer["down_proj"][expert])
-        guessed.append((weight * phi * up).unsqueeze(1) * (map @ layer["recovery_basis"].T))
+        scores.append(weight**2 * ((phi * psi) ** 2 * (length**2 - map.square().sum(1)) + variance * length**2))
+        true = layer["gate_up_proj"][expert] @ x + bias
+        exact.append((weight * gating[0](true[0]) * gating[1](true[1])).unsqueeze(1) * layer["down_proj"][expert])
+        guessed.append((weight * phi * psi).unsqueeze(1) * (map @ layer["recovery_basis"].T))
 
     score = torch.cat(scores)
     kept = torch.zeros(len(score), dtype=torch.bool)
     kept[torch.sort(score, descending=True, stable=True).indices[:k]] = True
-    return torch.where(kept.unsqueeze(1), torch.cat(exact), torch.cat(guessed)).sum(0)
+    y = torch.where(kept.unsqueeze(1), torch.cat(exact), torch.cat(guessed)).sum(0)
+    if "down_proj_bias" in layer:  # of every routed expert, whatever is kept
+        y = y + weights @ layer["down_proj_bias"][ids]
+    return y
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
@@ -241,7 +276,7 @@ def unpack(packed: Tensor, channels: int) -> Tensor:
     return torch.stack(digits, -1).flatten(-2)[..., :channels].double()
 
 
-def with_slope(activation: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+def with_slope(activation: Elementwise, z: Tensor) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.enable_grad():
         at = z.clone().requires_grad_()
         value = activation(at)

@@ -55,7 +55,7 @@ def test_restored(source: Path, augmented: Path, tmp_path: Path, state: str) -> 
 
 def test_json(augmented: Path, tmp_path: Path) -> None:
     ran = mreader("restore", augmented, tmp_path / "back", "--json")
-    assert json.loads(ran.out) == {"destination": str(tmp_path / "back"), "left_out": []}
+    assert json.loads(ran.out) == {"destination": str(tmp_path / "back"), "left_out": [], "dequantized_from": None}
 
 
 def test_what_was_restored_can_be_converted_again(augmented: Path, tmp_path: Path) -> None:

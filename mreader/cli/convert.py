@@ -31,6 +31,9 @@ def convert_command(
     revision: Revision = None,
     token: Token = None,
     device: Device = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16: dequantize a source whose weights are quantized.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Fill shards up to this size.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again over another conversion in OUT.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
@@ -46,7 +49,9 @@ def convert_command(
         refuse_unknown_device(device)
         if device.startswith("cuda"):
             pick_device(device)
-        plan = plan_conversion(source, options, out=out, revision=revision, token=token, max_shard_bytes=limit)
+        plan = plan_conversion(
+            source, options, out=out, revision=revision, token=token, max_shard_bytes=limit, dtype=dtype
+        )
         target = Path(out)
         if overwrite or read_finished(target) is None:
             require_writable(target)
@@ -67,6 +72,7 @@ def convert_command(
             token=token,
             device=device,
             max_shard_bytes=limit,
+            dtype=dtype,
             overwrite=overwrite,
             progress=bar,
         )
@@ -87,7 +93,8 @@ def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
         "dtype": layers[0].dtype,
         "tensors": sum(len(shard.tensors) for shard in plan.shards),
         "shards": {shard.name: shard.nbytes for shard in plan.shards},
-        "source_bytes": plan.source.nbytes,
+        "quantized": plan.source.quantized,
+        "source_bytes": plan.source.on_disk.nbytes,
         "bytes": plan.nbytes,
         "added_bytes": plan.added_bytes,
         "memory_bytes": plan.memory,
@@ -100,14 +107,19 @@ def _report(plan: Plan, out: Path, json: bool, seconds: float | None) -> None:
     rows = {
         "model": f"{plan.architecture.model_type}, {counted(len(layers), 'layer')} of {layers[0].experts} experts "
         f"({layers[0].hidden} x {layers[0].channels}, {layers[0].dtype})",
-        "source": f"{size(plan.source.nbytes)} in {counted(len(plan.source.headers), 'file')}",
+        "source": f"{size(plan.source.on_disk.nbytes)} in {counted(len(plan.source.on_disk.headers), 'file')}",
+        **(
+            {"dequantized": f"from {plan.source.quantized}: {size(plan.source.nbytes)} in BF16"}
+            if plan.source.quantized
+            else {}
+        ),
         "augmented": f"{size(weights)} in {counted(len(plan.shards), 'shard')} "
         f"(+{percent(plan.added_bytes / plan.source.nbytes)}), up to {size(plan.nbytes)} with all other files",
         "memory": f"up to {size(plan.memory)}",
         "free disk": size(free_bytes(out)),
     }
     if seconds is not None:
-        rows = {key: rows[key] for key in ("model", "source", "augmented")}
+        rows = {key: value for key, value in rows.items() if key not in ("memory", "free disk")}
         rows["in place"] = f"{out}, after {seconds:.1f} s"
     err.print(key_values(rows))
 

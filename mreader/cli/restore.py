@@ -1,11 +1,13 @@
 """mreader restore."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mreader.cli.console import err, print_json, progress
 from mreader.cli.options import Json, Quiet, Verbose, verbosity
+from mreader.formats.augmented import open_augmented
 from mreader.restore import restore
 
 
@@ -19,9 +21,13 @@ def restore_command(
     """Write the checkpoint that OUT was converted from into DST, file for file."""
     with progress(verbosity(quiet, verbose)) as bar:
         left_out = restore(path, destination, progress=bar)
+    quantized = open_augmented(Path(path)).source.quantized
     if json:
-        print_json({"destination": str(destination), "left_out": left_out})
+        print_json({"destination": str(destination), "left_out": left_out, "dequantized_from": quantized})
     elif not quiet:
-        err.print(f"{destination} holds the source checkpoint, every file with its recorded sha256")
+        if quantized:
+            err.print(f"{destination} holds the dequantized model: the source itself is quantized ({quantized})")
+        else:
+            err.print(f"{destination} holds the source checkpoint, every file with its recorded sha256")
         for name in left_out:
             err.print(f"{name} is left out: what {path} holds is not the source's")

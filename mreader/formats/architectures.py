@@ -5,16 +5,18 @@ E experts, K routed experts of a token, H hidden size, I channels of one expert.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from mreader.errors import MreaderError, SourceError, UnsupportedError
+from mreader.errors import MreaderError, QuantizedError, SourceError, UnsupportedError
 from mreader.formats.checkpoint import Checkpoint
+from mreader.formats.quantized import METHODS, quantization
 from mreader.formats.safetensors_file import TensorSpec
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ _QUANTIZED_DTYPES = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """One expert's gate, up or down matrix: `tensor`, or rows first..last-1 of its slice `expert` of a fused one, with
-    the slice's axes swapped where it is `transposed`.
+    """One expert's gate, up or down matrix, or its bias: `tensor`, or every step-th of the rows first..last-1 of its
+    slice `expert` of a fused one, with the slice's axes swapped where it is `transposed`.
     """
 
     tensor: str
@@ -53,12 +55,30 @@ class Matrix:
     first: int = 0
     last: int | None = None
     transposed: bool = False
+    step: int = 1
 
     def read(self, tensors: Mapping[str, Array]) -> Array:
-        """gate, up: (I, H); down: (H, I), in the tensor's own dtype; a view."""
-        tensor = tensors[self.tensor]
-        whole = tensor if self.expert is None else tensor[self.expert]
-        return (whole.T if self.transposed else whole)[self.first : self.last]
+        """gate, up: (I, H); down: (H, I); biases of them: (I,) and (H,), in the tensor's own dtype; a view."""
+        whole = tensors[self.tensor] if self.expert is None else slice_of(tensors, self.tensor, self.expert)
+        return (whole.T if self.transposed else whole)[self.first : self.last : self.step]
+
+    def row(self, number: int) -> int:
+        """The row of the slice that is this matrix's row `number`."""
+        return self.first + self.step * number
+
+
+@runtime_checkable
+class Sliceable(Protocol):
+    """Tensors that can be had slice by slice, where a whole one would have to be computed first."""
+
+    def slice(self, name: str, index: int) -> Any: ...
+
+
+def slice_of(tensors: Mapping[str, Array], name: str, index: int) -> Array:
+    """`tensors[name][index]`, without the rest of it where that can be."""
+    slices: Any = tensors if isinstance(tensors, Sliceable) else None
+    part: Array = tensors[name][index] if slices is None else slices.slice(name, index)
+    return part
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,7 @@ class RoutedLayer:
     prefix:        what its augmented tensors are named under
     dtype:         safetensors' name of the weights' dtype
     gate, up, down: one matrix an expert
+    gate_bias, up_bias, down_bias: one an expert; empty where experts have none
     """
 
     number: int
@@ -82,11 +103,24 @@ class RoutedLayer:
     gate: tuple[Matrix, ...]
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
+    gate_bias: tuple[Matrix, ...] = ()
+    up_bias: tuple[Matrix, ...] = ()
+    down_bias: tuple[Matrix, ...] = ()
+
+    @property
+    def is_biased(self) -> bool:
+        return bool(self.down_bias)
+
+    @property
+    def matrices(self) -> dict[str, tuple[Matrix, ...]]:
+        """What it is made of, by kind: "gate", "up", "down", and where experts have biases "gate_bias" and so on."""
+        biases = {"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias}
+        return {"gate": self.gate, "up": self.up, "down": self.down, **(biases if self.is_biased else {})}
 
     @property
     def tensors(self) -> list[str]:
         """The source tensors that it is made of."""
-        return list(dict.fromkeys(m.tensor for m in (*self.gate, *self.up, *self.down)))
+        return list(dict.fromkeys(m.tensor for matrices in self.matrices.values() for m in matrices))
 
 
 @dataclass(frozen=True)
@@ -108,13 +142,15 @@ class Architecture:
 class Layout:
     """One way of naming a layer's experts on disk.
 
-    tensors:    "gate", "up", "gate_up" or "down" -> name below the experts' prefix
-    transposed: whether the last two axes of fused tensors are swapped
+    tensors:     "gate", "up", "gate_up" or "down", or a bias of it -> name below the experts' prefix
+    transposed:  whether the last two axes of fused tensors are swapped
+    interleaved: whether gate and up rows take turns in `gate_up`
     """
 
     name: str
     tensors: dict[str, str]
     transposed: bool
+    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -156,9 +192,14 @@ def model_types() -> list[ModelType]:
 def layouts() -> list[Layout]:
     """All that the table has."""
     return [
-        Layout(name, {part: value for part, value in entry.items() if part != "transposed"}, "transposed" in entry)
+        Layout(name, _tensor_names(entry), bool(entry.get("transposed")), bool(entry.get("interleaved")))
         for name, entry in _table()["layouts"].items()
     ]
+
+
+def _tensor_names(layout: Mapping[str, Any]) -> dict[str, str]:
+    """What a layout calls its tensors, by part."""
+    return {part: name for part, name in layout.items() if isinstance(name, str)}
 
 
 def find_architecture(checkpoint: Checkpoint) -> Architecture:
@@ -202,12 +243,23 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def routing(config: Mapping[str, Any]) -> tuple[int, str]:
-    """(K, name of the activation) of a parsed config.json."""
+    """(K, name of the activation, with its parameters where it has some) of a parsed config.json."""
     entry, text = _entry(config), text_config(config)
     routed, activation = _count(entry, text, "num_routed"), _config_value(entry, text, "activation")
     if not isinstance(activation, str):
         raise _wrong("activation", activation, "name of one")
-    return routed, activation
+    parameters = [f"{name}={_parameter(text, *rule)}" for name, rule in entry.get("parameters", {}).items()]
+    return routed, f"{activation}({', '.join(parameters)})" if parameters else activation
+
+
+def _parameter(text: Mapping[str, Any], key: str, otherwise: float) -> float:
+    """A parameter of the activation by config.json, which may take it for granted."""
+    value = text.get(key)
+    if value is None:
+        return otherwise
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(key, value, "number above 0")
+    return float(value)
 
 
 def predicting_layers(config: Mapping[str, Any]) -> range:
@@ -297,14 +349,12 @@ def _wrong(what: str, value: Any, kind: str) -> SourceError:
 
 
 def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    for part in (config, _inner(config, "text_config")):
-        quantization = part.get("quantization_config") or part.get("compression_config")
-        if not quantization:
-            continue
-        named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        method = str(named or "unknown").lower()
+    if announced := quantization(config):
+        method, _ = announced
         if method == "mreader":
             raise UnsupportedError("this checkpoint is augmented already", "`mreader restore` gives its source back")
+        if method in METHODS:
+            raise QuantizedError(method)
         raise _quantized(method)
 
 
@@ -343,8 +393,8 @@ def _by_layer(
     beside = [
         name.removeprefix("../")
         for layout in entry["layouts"]
-        for name in _table()["layouts"][layout].values()
-        if str(name).startswith("../")
+        for name in _tensor_names(_table()["layouts"][layout]).values()
+        if name.startswith("../")
     ]
     below = re.compile(rf"{_numbered(prefix)}\.(.+)")
     outside = re.compile(rf"{_numbered(prefix.rpartition('.')[0])}\.({'|'.join(map(re.escape, beside))})")
@@ -402,7 +452,7 @@ def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
         raise _wrong("mlp_layer_types", types, "list of layers")
     every = text.get("moe_layer_freq")  # a number in some types, which nothing follows
     dense = [number for number, is_routed in enumerate(every if isinstance(every, list) else []) if not is_routed]
-    return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind != "sparse")])
+    return frozenset([*named, *dense, *(number for number, kind in enumerate(types) if kind == "dense")])
 
 
 def _no_experts(config: Mapping[str, Any], entry: Mapping[str, Any], text: Mapping[str, Any]) -> MreaderError:
@@ -460,8 +510,8 @@ def _layer(
     dtypes = sorted({spec.dtype for _, spec in tensors.values()})
     if len(dtypes) > 1:
         raise UnsupportedError(f"the experts of layer {number} mix {' and '.join(dtypes)}", "save them in one dtype")
-    gate, up, down = _matrices(layout, prefix, experts, channels)
-    return RoutedLayer(number, ordinal, prefix, experts, channels, hidden, dtypes[0], gate, up, down)
+    matrices = _matrices(layout, prefix, experts, channels)
+    return RoutedLayer(number, ordinal, prefix, experts, channels, hidden, dtypes[0], **matrices)
 
 
 def _layout(
@@ -474,7 +524,7 @@ def _layout(
     layouts: dict[str, dict[str, Any]] = _table()["layouts"]
 
     def fit(layout: Mapping[str, Any]) -> tuple[int, bool]:
-        patterns = [re.escape(str(n)).replace(re.escape("{expert}"), r"\d+") for n in layout.values()]
+        patterns = [re.escape(n).replace(re.escape("{expert}"), r"\d+") for n in _tensor_names(layout).values()]
         name, shape = next(_expected(layout, experts, channels, hidden))
         there = sum(bool(re.fullmatch("|".join(patterns), tensor)) for tensor in tensors)
         return there, name in tensors and tensors[name][1].shape == shape
@@ -490,24 +540,35 @@ def _expected(
     if "gate_up" in layout:
         for part, (rows, columns) in (("gate_up", (2 * channels, hidden)), ("down", down)):
             yield layout[part], (experts, columns, rows) if layout.get("transposed") else (experts, rows, columns)
+            if bias := layout.get(f"{part}_bias"):
+                yield bias, (experts, rows)
         return
     for e in range(experts):
         for part, shape in (("gate", gate_up), ("up", gate_up), ("down", down)):
             yield layout[part].format(expert=e), shape
 
 
-def _matrices(
-    layout: Mapping[str, Any], prefix: str, experts: int, channels: int
-) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...], tuple[Matrix, ...]]:
-    def name(part: str, expert: int) -> str:
-        return _whole(prefix, layout[part].format(expert=expert))
+def _matrices(layout: Mapping[str, Any], prefix: str, experts: int, channels: int) -> dict[str, tuple[Matrix, ...]]:
+    """`RoutedLayer.matrices`."""
+    numbers = range(experts)
 
-    numbers, turned = range(experts), bool(layout.get("transposed"))
-    if "gate_up" in layout:
-        return (
-            tuple(Matrix(name("gate_up", e), e, 0, channels, turned) for e in numbers),
-            tuple(Matrix(name("gate_up", e), e, channels, 2 * channels, turned) for e in numbers),
-            tuple(Matrix(name("down", e), e, transposed=turned) for e in numbers),
-        )
-    gate, up, down = (tuple(Matrix(name(part, e)) for e in numbers) for part in ("gate", "up", "down"))
-    return gate, up, down
+    if "gate_up" not in layout:
+        return {
+            part: tuple(Matrix(_whole(prefix, layout[part].format(expert=e))) for e in numbers)
+            for part in ("gate", "up", "down")
+        }
+    in_turns, both = bool(layout.get("interleaved")), 2 * channels
+    rows: dict[str, tuple[str, slice]] = {
+        "gate": ("gate_up", slice(0, both, 2) if in_turns else slice(0, channels, 1)),
+        "up": ("gate_up", slice(1, both, 2) if in_turns else slice(channels, both, 1)),
+        "down": ("down", slice(0, None, 1)),
+    }
+
+    def fused(part: str, some: slice, transposed: bool) -> tuple[Matrix, ...]:
+        name = _whole(prefix, layout[part])
+        return tuple(Matrix(name, e, some.start, some.stop, transposed, some.step) for e in numbers)
+
+    found = {kind: fused(part, some, bool(layout.get("transposed"))) for kind, (part, some) in rows.items()}
+    if "down_bias" in layout:
+        found |= {f"{kind}_bias": fused(f"{part}_bias", some, False) for kind, (part, some) in rows.items()}
+    return found

@@ -15,6 +15,7 @@ from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
+from mreader.formats.quantized import dequantized
 from mreader.formats.safetensors_file import TensorSpec, parse_header
 
 if TYPE_CHECKING:
@@ -96,13 +97,20 @@ def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatO
     return FormatOptions(**{name: entry[name] for name in names})
 
 
-def tensor_specs(experts: int, channels: int, hidden: int, dtype: str, options: FormatOptions) -> dict[str, TensorSpec]:
-    """Name below the experts' prefix -> dtype and shape of every tensor of an augmented layer (SPEC.md, Tensors)."""
+def tensor_specs(
+    experts: int, channels: int, hidden: int, dtype: str, options: FormatOptions, biased: bool = False
+) -> dict[str, TensorSpec]:
+    """Name below the experts' prefix -> dtype and shape of every tensor of an augmented layer (SPEC.md, Tensors).
+
+    biased: whether the experts have biases
+    """
     E, I, H, r = experts, channels, hidden, options.rank
     blocks = count_blocks(H)
+    biases = {"gate_up_proj_bias": TensorSpec(dtype, (E, 2, I)), "down_proj_bias": TensorSpec(dtype, (E, H))}
     return {
         "gate_up_proj": TensorSpec(dtype, (E, 2, I, H)),
         "down_proj": TensorSpec(dtype, (E, I, H)),
+        **(biases if biased else {}),
         "sketch_codes": TensorSpec("U8", (E, 2, blocks * BLOCK, options.code.row_bytes(I))),
         "sketch_scales": TensorSpec("F16", (E, 2, blocks, I)),
         "sketch_errors": TensorSpec("BF16", (E, 2, blocks, I)),
@@ -115,7 +123,7 @@ def tensor_specs(experts: int, channels: int, hidden: int, dtype: str, options: 
 
 def layer_tensors(layer: RoutedLayer, options: FormatOptions) -> dict[str, TensorSpec]:
     """`tensor_specs` of one layer."""
-    return tensor_specs(layer.experts, layer.channels, layer.hidden, layer.dtype, options)
+    return tensor_specs(layer.experts, layer.channels, layer.hidden, layer.dtype, options, layer.is_biased)
 
 
 def augmented_tensors(source: Checkpoint, architecture: Architecture, options: FormatOptions) -> dict[str, TensorSpec]:
@@ -139,7 +147,7 @@ class Augmented:
     checkpoint:   the folder as it is
     options:      how it was converted
     manifest:     the manifest, parsed
-    source:       the checkpoint that it was made from, headers and texts only
+    source:       the checkpoint that it was made from, headers and texts only; a quantized one as it would be in full
     architecture: the routed experts of that source
     """
 
@@ -190,7 +198,7 @@ def open_augmented(folder: Path) -> Augmented:
     checkpoint = open_checkpoint(folder)
     options = parse_config_entry(checkpoint.config.get("quantization_config") or {}, str(folder))
     manifest = read_manifest(folder)
-    source = _recorded_source(_read_json(folder / SOURCE), manifest)
+    source = dequantized(_recorded_source(_read_json(folder / SOURCE), manifest))
     architecture = find_architecture(source)
     _compare(checkpoint.tensors, augmented_tensors(source, architecture, options))
     return Augmented(checkpoint, options, manifest, source, architecture)

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,6 +64,22 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A tensor that is stored in several others, quantized.
+
+    method:   how, a name in formats/quantized.py
+    spec:     what it is once dequantized
+    parts:    role ("codes", "scales", ...) -> stored tensor, the codes first
+    settings: what config.json says of it
+    """
+
+    method: str
+    spec: TensorSpec
+    parts: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that is whole as far as its headers tell.
 
@@ -73,6 +89,11 @@ class Checkpoint:
     headers: shard -> header, in order of name
     where:   tensor -> shard
     files:   every other file that belongs to it (no weights, no index, no config) -> size in bytes
+
+    One that stands for a quantized checkpoint is as that would be in full:
+
+    packed:   tensor -> what it is computed from, for those that are stored quantized
+    original: the checkpoint on disk, None where that is this one
     """
 
     folder: Path | None
@@ -81,6 +102,8 @@ class Checkpoint:
     headers: dict[str, Header]
     where: dict[str, str]
     files: dict[str, int]
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    original: "Checkpoint | None" = None
 
     def spec(self, tensor: str) -> TensorSpec:
         return self.headers[self.where[tensor]].tensors[tensor]
@@ -89,6 +112,24 @@ class Checkpoint:
     def tensors(self) -> dict[str, TensorSpec]:
         """Every tensor, shard by shard in the order of its data."""
         return {name: spec for header in self.headers.values() for name, spec in header.tensors.items()}
+
+    @property
+    def on_disk(self) -> "Checkpoint":
+        """What lies in the folder: this checkpoint, or the quantized one that it stands for."""
+        return self.original or self
+
+    @property
+    def quantized(self) -> str | None:
+        """The method by which the weights on disk are quantized that this checkpoint has in full; None for none."""
+        return next((packed.method for packed in self.packed.values()), None)
+
+    def stored(self, tensor: str) -> tuple[str, ...]:
+        """The tensors on disk that a tensor is, or is computed from."""
+        return tuple(self.packed[tensor].parts.values()) if tensor in self.packed else (tensor,)
+
+    def stored_bytes(self, tensor: str) -> int:
+        """The size of those."""
+        return sum(self.on_disk.spec(name).nbytes for name in self.stored(tensor))
 
     @property
     def nbytes(self) -> int:

@@ -63,7 +63,12 @@ class DecodeLayer:
 
 
 def repack(layer: ExpertLayer) -> DecodeLayer:
-    """The layer as the kernels read it: native weights, norms and recovery map as they are, the sketch in tiles."""
+    """The layer as the kernels read it: native weights, norms and recovery map as they are, the sketch in tiles.
+
+    Raises UnsupportedError for what they do not compute: biases, or an activation that is not phi(gate) * up.
+    """
+    if layer.down_bias is not None or not layer.activation.is_linear_in_up:
+        raise UnsupportedError("the kernels do not know the experts' biases or activation", "read them with torch")
     return DecodeLayer(
         gate_up=layer.gate_up,
         down=layer.down,

@@ -30,7 +30,7 @@ class Candidates:
     down_norms: (E, I) float16 - ||d_j||
     coeffs:     (E, I, r) float16 - b_j, the rank in use only; r = 0 is a reader without recovery
     code:       the levels, and what they leave of a Gaussian block
-    activation: phi and phi'
+    activation: phi and psi, phi' and psi'
     """
 
     estimates: Estimates
@@ -73,9 +73,9 @@ def score(candidates: Candidates, name: str) -> Tensor:
 
 
 def _norm(candidates: Candidates) -> Tensor:
-    """s_j = |w_e| * ||d_j|| * |phi(ghat_j) * vhat_j|."""
+    """s_j = |w_e| * ||d_j|| * |phi(ghat_j) * psi(vhat_j)|."""
     estimates, down_norms = candidates.estimates, candidates.down_norms
-    p = candidates.activation.function(estimates.gate) * estimates.up
+    p = candidates.activation.gated(estimates.gate, estimates.up)
     norms = _by_slot(candidates, lambda expert: down_norms[expert].float())
     return candidates.weights.abs().unsqueeze(-1) * norms * p.abs()
 
@@ -100,19 +100,23 @@ def _variance(candidates: Candidates) -> Tensor:
 def _expected_error(candidates: Candidates, energy: Tensor, noise: Callable[[int], Tensor]) -> Tensor:
     """s_j = w_e^2 * (p_j^2 * (||d_j||^2 - ||b_j||^2) + var_j * ||d_j||^2), with
 
-    var_j = (phi'(ghat) vhat)^2 sg2 + phi(ghat)^2 sv2 + phi'(ghat)^2 sg2 sv2 and sg2 = sum_b noise_b(g_j) * energy_b.
+    var_j = (phi' psi)^2 sg2 + (phi psi')^2 sv2 + (phi' psi')^2 sg2 sv2, phi at ghat_j and psi at vhat_j, and
+    sg2 = sum_b noise_b(g_j) * energy_b.
 
     energy:  (N, nb) float32 - of the token's blocks
     noise:   expert -> (2, nb, I) float32 - squared error of each block per unit of energy, gate first
     returns: (N, K, I) float32
     """
     estimates, down_norms, coeffs = candidates.estimates, candidates.down_norms, candidates.coeffs
-    phi, slope = candidates.activation.function(estimates.gate), candidates.activation.derivative(estimates.gate)
-    p = phi * estimates.up
+    activation = candidates.activation
+    phi, slope = activation.function(estimates.gate), activation.derivative(estimates.gate)
+    psi, up_slope = activation.up_function(estimates.up), activation.up_derivative(estimates.up)
+    p = phi * psi
     gate_error, up_error = _squared_errors(candidates, energy, noise)
     down = _by_slot(candidates, lambda expert: down_norms[expert].float().square())
     recovered = _by_slot(candidates, lambda expert: coeffs[expert].float().square().sum(-1))
-    variance = (slope * estimates.up).square() * gate_error + phi.square() * up_error
+    up_error = up_slope.square() * up_error
+    variance = (slope * psi).square() * gate_error + phi.square() * up_error
     variance = variance + slope.square() * gate_error * up_error
     error: Tensor = p.square() * (down - recovered) + variance * down
     return candidates.weights.square().unsqueeze(-1) * error

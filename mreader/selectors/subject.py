@@ -17,8 +17,9 @@ from mreader.activations import get_activation
 from mreader.backend import layout_on
 from mreader.budget import BlockShape
 from mreader.device import pick_device
-from mreader.errors import SourceError
-from mreader.formats.architectures import find_architecture
+from mreader.errors import SourceError, UnsupportedError
+from mreader.experts import stored_weights
+from mreader.formats.architectures import Architecture, find_architecture
 from mreader.formats.augmented import is_augmented, open_augmented
 from mreader.formats.checkpoint import open_checkpoint
 from mreader.formats.tensors import TORCH_DTYPES
@@ -130,8 +131,18 @@ def open_subject(path: Path, dtype: str, device: str) -> Subject:
     return _of_augmented(path, dtype, device) if is_augmented(path) else _of_source(path, dtype, device)
 
 
+def _refuse_unknown(architecture: Architecture) -> None:
+    """UnsupportedError for experts whose channels are not phi(g . x) * (v . x), which is all that selectors know."""
+    if architecture.layers[0].is_biased or not get_activation(architecture.activation).is_linear_in_up:
+        raise UnsupportedError(
+            f"selectors do not know the biases or the activation of {architecture.model_type}'s experts",
+            "`mreader eval` without --selector measures the reader",
+        )
+
+
 def _of_source(path: Path, dtype: str, device: str) -> Subject:
     architecture = find_architecture(open_checkpoint(path))
+    _refuse_unknown(architecture)
     model = auto_class(path).from_pretrained(path, dtype=dtype).to(pick_device(device)).eval()
     modules = [module for _, module in experts_modules(model)]
     if len(modules) != len(architecture.layers):
@@ -158,7 +169,9 @@ def _of_source(path: Path, dtype: str, device: str) -> Subject:
 
 
 def _of_augmented(path: Path, dtype: str, device: str) -> Subject:
-    sketching, kept = Sketching.of(open_augmented(path).options), Kept()
+    augmented = open_augmented(path)
+    _refuse_unknown(augmented.architecture)
+    sketching, kept = Sketching.of(augmented.options), Kept()
     model = load(path, dtype=dtype, device=device)
     shape, modules = runtime_of(model).shape, [module for _, module in experts_modules(model)]
     layers = [
@@ -176,9 +189,5 @@ def _of_augmented(path: Path, dtype: str, device: str) -> Subject:
 
 
 def _native(module: Any, activation: str) -> Native:
-    E, rows, H = module.gate_up_proj.shape
-    return Native(
-        module.gate_up_proj.detach().view(E, 2, rows // 2, H),
-        module.down_proj.detach().transpose(1, 2),
-        get_activation(activation),
-    )
+    gate_up, down = (weights.detach() for weights in stored_weights(module))
+    return Native(gate_up, down, get_activation(activation))
