@@ -129,7 +129,8 @@ def convert(
     returns:         the plan that was carried out
 
     Raises SourceError, UnsupportedError, UsageError or NoSpaceError before anything is written where the source or the
-    request is at fault; errors in the middle leave the journal and the finished shards to resume from.
+    request is at fault; of a CUDA device that is not there, a new conversion learns when torch is imported, and removes
+    what it had begun. Errors in the middle leave the journal and the finished shards to resume from.
     """
     progress, out = progress or Progress(), folder_named(out, "result")
     refuse_unknown_device(device)
@@ -291,8 +292,9 @@ class _Conversion:
         """The journal of a conversion in the place of another. The other's manifest goes last: until there is this
         journal, it says whose the folder is.
         """
+        request = self._request  # what it refuses, it refuses before anything is removed
         remove_conversion(self._out)
-        journal = Journal.create(work, self._request)
+        journal = Journal.create(work, request)
         self._remove_records()
         return journal
 
@@ -379,6 +381,9 @@ class _Conversion:
     def _write_shards(self, journal: Journal | None, work: Path) -> Journal:
         """Write what is missing; the journal of it, a new one where there is none yet."""
         done, known = (journal.shards, journal.sources) if journal else ({}, {})
+        if journal is None:  # shards that an earlier run began, maybe of other names
+            for part in work.glob("*.part"):
+                part.unlink()
         todo = [shard for shard in self._plan.shards if shard.name not in done]
         self._progress.begin("converting", sum(shard.nbytes for shard in todo))
         unknown = {name: size for name, size in self._source_files().items() if name not in known}

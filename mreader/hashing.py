@@ -42,9 +42,9 @@ class BackgroundHashes:
     steps: the names that each step needs; a name may be needed more than once
 
     Hashing and the other work read the same files at about the same time, so that one finds them in memory where the
-    other has just read them. A step is begun one step ahead; further ahead where the other work had to wait for
-    hashes, since more files at a time are the only way to hash faster. Leaving the `with` block abandons what is not
-    done.
+    other has just read them. A step is begun one step ahead; further ahead where the hashes of a step were not done
+    when they were asked for, since more files at a time are the only way to hash faster. Leaving the `with` block
+    abandons what is not done.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, int], steps: Sequence[Collection[str]]) -> None:

@@ -12,8 +12,8 @@ from mreader.formats.safetensors_file import HASHED_AT_ONCE, TensorSpec, encode_
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
 MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
 # What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread; weights
-# that move, mapped and transposed; what nine threads hash.
-_BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 9 * HASHED_AT_ONCE
+# that move, mapped and transposed; what the threads hash: eight of the source, three of shards that are not whole yet.
+_BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 11 * HASHED_AT_ONCE
 # Of quantized weights: experts on their way through `mreader.augment`, its threads' last ones included, and what is
 # needed beside a dequantized tensor, in its own size.
 _EXPERTS_ON_THE_WAY, _DEQUANTIZING_COPIES = 32, 3

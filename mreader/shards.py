@@ -179,6 +179,8 @@ class ShardWriter:
                     begun.moved.result()  # ends the work if it has failed
 
     def _compute_step(self, step: _Step, file: HashingFile, device: torch.device, pool: Executor) -> None:
+        import torch
+
         from mreader.augment import LayerAugmenter
         from mreader.dequantize import open_tensors
         from mreader.formats.tensors import DTYPE_NAMES, as_bits, as_bytes
@@ -193,7 +195,7 @@ class ShardWriter:
                     refuse_non_finite(f"{layer.prefix}.{part}", as_bits(tensor), DTYPE_NAMES[tensor.dtype])
                     file.write_at(begin, [as_bytes(tensor)])
                     self._progress.advance(tensor.nbytes)
-            except (MreaderError, RuntimeError) as error:  # RuntimeError: torch's of a decomposition that fails
+            except (MreaderError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 _refuse_non_finite_layer(layer, self._source)  # better explains whatever could not be computed
                 if isinstance(error, MreaderError):
                     raise type(error)(f"{layer.prefix}: {error.cause}", error.remedy) from error

@@ -562,6 +562,13 @@ def keys_of_two_windows() -> Tensor:
     return torch.where(random_keys(0, 10) > 0, keys, keys - (32 << 23))
 
 
+def keys_of_a_coincidence() -> Tensor:
+    """20 scores of 0, in no fine bin, and 20 of 2.5, in fine bins that those of the lowest coarse bin would share."""
+    keys = torch.tensor([16.0] * 71 + [2.5] * 20 + [0.0] * 20).view(torch.int32) + 1
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([keys[torch.randperm(len(keys), generator=generator)] for _ in range(2)]).view(2, SLOTS, -1)
+
+
 KEYS = {
     "apart": random_keys(1, 0x7F800001),
     "one-bin": random_keys(1 << 29, (1 << 29) + (1 << 14)),  # one taken after the other
@@ -570,6 +577,7 @@ KEYS = {
     "ties": random_keys(1 << 29, (1 << 29) + 5),
     "all-equal": torch.full((2, SLOTS, CHANNELS), 1 << 29, dtype=torch.int32),
     "zero-scores": random_keys(1, 3),  # a key of 1 is a score of 0
+    "zero-scores-and-as-many-in-shared-bins": keys_of_a_coincidence(),
     "infinite-scores": random_keys(0x7F800000, 0x7F800002),
     "no-expert": keys_without_middle_slot(),
     "no-expert-at-all": torch.zeros(2, SLOTS, CHANNELS, dtype=torch.int32),
@@ -590,7 +598,7 @@ def kept_by_keys(case: Case, keys: Tensor) -> Tensor:
     return kept
 
 
-@pytest.mark.parametrize("k", [0, 1, 50, SLOTS * CHANNELS, 1000])
+@pytest.mark.parametrize("k", [0, 1, 50, 100, SLOTS * CHANNELS, 1000])
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 def test_selection_by_keys(keys: Tensor, k: int) -> None:
     """The k largest, ties to the lower slot and channel; but never a key of 0."""
@@ -720,9 +728,11 @@ def test_more_than_is_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch, li
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the same numbers, added in another order
 
 
-@pytest.mark.parametrize("wrong", [{"screen_parts": 3}, {"screen_loads": 6}, {"screen_loads": 0}])
-def test_parameters_that_would_read_past_a_list_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=r"screen (parts|loads) = \d"):
+@pytest.mark.parametrize(
+    "wrong", [{"screen_parts": 3}, {"screen_loads": 6}, {"screen_loads": 0}, {"select_chunk": 300}]
+)
+def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=r"(screen (parts|loads)|select chunk) = \d"):
         Blocks(**wrong)
 
 

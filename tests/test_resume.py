@@ -14,6 +14,10 @@ import pytest
 from commands import contents, mreader
 from sources import INDEX, copied, edit_tensor, make_source, read_json, shards
 
+from mreader.convert import convert
+from mreader.formats.augmented import WORK_FOLDER
+from mreader.progress import Progress
+
 SHARD = 200_000  # bytes: some twenty shards
 FULL = ["--max-shard-size", str(SHARD), "--device", "cpu", "-q"]
 RECORDS = [INDEX, "mreader_source.json", "config.json", "mreader_manifest.json"]  # in the order of their appearance
@@ -326,7 +330,25 @@ def test_refused_overwrite_removes_nothing(source: Path, whole: Path, tmp_path: 
     before = contents(out)
     assert mreader("convert", bad, out, "--overwrite").code == 3
     assert mreader("convert", source, out, "--overwrite", "--rank", "1000").code == 2
+    assert mreader("convert", source, out, "--overwrite", "--device", "cuda:99").code == 2
     assert contents(out) == before
+
+
+def test_shards_that_were_begun_before_there_was_a_journal_are_removed(source: Path, tmp_path: Path) -> None:
+    """A run that was killed then may have had others in mind: they would take room that is counted as free."""
+    out = tmp_path / "out"
+    stale = out / WORK_FOLDER / "model-00001-of-00009.safetensors.part"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(bytes(1000))
+    seen = []
+
+    class Watching(Progress):
+        def layer(self, number: int, layers: int) -> None:
+            seen.append(stale.exists())
+
+    convert(source, out, device="cpu", progress=Watching())
+    assert seen
+    assert not any(seen)
 
 
 def test_overwrite_counts_the_room_that_it_makes(

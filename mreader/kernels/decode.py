@@ -114,6 +114,8 @@ class Blocks:
             raise UsageError(f"screen parts = {self.screen_parts}", "choose 1, 2, 4 or 8 in the tuning file")
         if self.screen_loads < 4 or self.screen_loads % 4:
             raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 4 in the tuning file")
+        if self.select_chunk < 1 or self.select_chunk & (self.select_chunk - 1):
+            raise UsageError(f"select chunk = {self.select_chunk}", "choose a power of 2 in the tuning file")
 
 
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:

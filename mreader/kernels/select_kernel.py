@@ -128,14 +128,15 @@ def _border(
 ):
     """The bin of each key, that of the k-th largest, and whether all of that one belong to the k largest.
 
-    Keys whose upper bits alone differ share a fine bin: where the coarse bin of the k-th is touched by that, it serves.
+    Keys whose upper bits alone differ share a fine bin: where the coarse bin of the k-th is touched by that, it serves,
+    and where it holds scores of 0, which have no fine bin.
     """
     fine_bins: tl.constexpr = 1 << (COARSE_SHIFT - FINE_SHIFT)
     counts = tl.load(histogram + (COARSE - 1) - tl.arange(0, COARSE))
     coarse, above, upto, _ = _bin_of(counts, k, COARSE)
     counts = tl.load(histogram + COARSE + coarse * fine_bins % FINE + (fine_bins - 1) - tl.arange(0, fine_bins))
     fine, _, upto_fine, total = _bin_of(counts, k - above, fine_bins)
-    if total != upto - above:
+    if (total != upto - above) | (coarse == 0):
         return key >> COARSE_SHIFT, coarse, upto == k
     return key >> FINE_SHIFT, coarse * fine_bins + fine, upto_fine == k - above
 
