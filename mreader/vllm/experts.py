@@ -1,0 +1,263 @@
+"""The routed experts of one layer in vLLM: a decoded token goes through the reader, all others are dense.
+
+Both read the same native weights. Of a CUDA device the Triton kernels serve both; vLLM's own fused experts would need
+the down projection in another layout, and with it a second copy. Elsewhere both are torch.
+"""
+
+# T tokens of a step, E experts, K routed experts of a token, H hidden size, I channels of an expert; E' and I' a rank's
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from mreader.activations import get_activation
+from mreader.backend import current, layout_on, runs_kernels
+from mreader.budget import BlockShape, Budget, count_reads
+from mreader.errors import SourceError, UnsupportedError
+from mreader.formats.augmented import FormatOptions
+from mreader.formats.safetensors_file import TORCH_DTYPES, TensorSpec
+from mreader.kernels.exact import exact
+from mreader.reader import ExpertLayer, ReadSettings, read
+from mreader.vllm.checkpoint import RoutedCheckpoint
+from mreader.vllm.phases import decoding_rows
+from mreader.vllm.shards import Shard
+
+if TYPE_CHECKING:
+    from mreader.kernels.decode import DecodeLayer
+
+logger = init_logger("vllm.mreader")  # vLLM shows what loggers below its own name say
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_TOKENS_AT_ONCE = 128  # as mreader.experts: what the kernels keep of a token is one to three MB
+
+
+class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """What vLLM calls for the routed experts of layer `number`. `budget` None is dense: no sketch is kept."""
+
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        number: int,
+        checkpoint: RoutedCheckpoint,
+        options: FormatOptions,
+        budget: Budget | None,
+    ) -> None:
+        super().__init__(moe)
+        self.number, self.checkpoint, self.options, self.budget = number, checkpoint, options, budget
+        self.stored = checkpoint.layers[number]
+        self.activation = get_activation(checkpoint.activation)
+        self.taken: set[str] = set()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.settings: ReadSettings | None = None
+        self.repacked: DecodeLayer | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Parameters for the rank's part of the layer, under the format's names."""
+        _refuse_unsupported(layer)
+        self.shard = _shard_of(layer, self.stored.experts, self.stored.channels)
+        sizes = (len(self.shard.experts), self.stored.hidden, len(self.shard.channels))
+        if sizes != (num_experts, hidden_size, intermediate_size_per_partition):
+            raise UnsupportedError(
+                f"vLLM asks for {num_experts} experts of {hidden_size} x {intermediate_size_per_partition} in layer "
+                f"{self.number}, the checkpoint has {sizes[0]} of {sizes[1]} x {sizes[2]} for a rank",
+                "choose a number of GPUs that divides experts and channels",
+            )
+        for part, spec in self.shard.specs(hidden_size, self.stored.dtype, self.options).items():
+            if self.budget is None and part not in _WEIGHTS:
+                continue
+            dtype = params_dtype if part in _WEIGHTS else TORCH_DTYPES[spec.dtype]
+            self.parameters[part] = nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
+            layer.register_parameter(part, self.parameters[part])
+
+    def take(self, part: str, tensor: Tensor) -> None:
+        """Keep the rank's part of a tensor of the checkpoint."""
+        self.taken.add(part)
+        if part in self.parameters:
+            self.shard.copy(part, tensor, self.parameters[part].data, self.options.code)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Make of the tensors what is read. SourceError for one that did not come."""
+        for part in self.shard.specs(self.stored.hidden, self.stored.dtype, self.options):
+            if part not in self.taken:
+                raise SourceError(
+                    f"tensor {self.stored.prefix}.{part} is missing",
+                    "download the checkpoint again, or convert the source again",
+                )
+        if self.budget is None:
+            self._report("dense: every channel of a token's experts")
+            return
+        device = self.parameters["down_proj"].device
+        shape = BlockShape(
+            hidden=self.stored.hidden,
+            channels=len(self.shard.channels),
+            routed=layer.top_k,
+            rank=self.options.rank,
+            code=self.options.code,
+            element_size=TensorSpec(self.stored.dtype, ()).alignment,
+            layout=layout_on(device),
+        )
+        settings = self.settings = self.budget.resolve(shape)
+        reads = count_reads(shape, settings.k, settings.coordinates, settings.score, settings.rank)
+        self._report(
+            f"{settings.k} of {shape.candidates} channels of a token's experts"
+            f"{'' if len(self.shard.channels) == self.stored.channels else ' on each rank'}, "
+            f"{settings.coordinates} coordinates, score {settings.score}, {100 * reads.total:.2f} % of the dense reads"
+        )
+        if runs_kernels(device):
+            from mreader.kernels.decode import repack
+
+            self.repacked = repack(self._layer())
+            for part in ("sketch_codes", "sketch_scales", "sketch_errors"):  # which the kernels have in tiles
+                delattr(layer, part)
+                del self.parameters[part]
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """(T, H): the routed experts' part of the output, on this rank. vLLM computes shared experts by itself."""
+        y: Tensor = torch.ops.vllm.mreader_routed_experts(x, topk_ids, topk_weights, layer.layer_name)
+        return y
+
+    def compute(self, layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """y = sum over the token's experts of this rank, by the reader where the token is decoded.
+
+        x:       (T, H)
+        ids:     (T, K) int - numbers of experts among all E
+        weights: (T, K) float32
+        returns: (T, H) dtype of x
+        """
+        if layer.expert_map is not None:
+            ids = layer.expert_map[ids.long()]
+        decoding = False if self.settings is None else decoding_rows(get_forward_context().attn_metadata, len(x))
+        with current(x.device):
+            if decoding is False or (decoding is True and self._is_faster_dense(x, ids)):
+                return self._dense(x, ids, weights)
+            if decoding is True:
+                return self._sparse(x, ids, weights)
+            y = torch.empty_like(x)
+            for rows, forward in ((decoding, self._sparse), (~decoding, self._dense)):
+                y[rows] = forward(x[rows], ids[rows], weights[rows])
+            return y
+
+    def _sparse(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        assert self.settings is not None
+        if self.repacked is None:
+            return read_by_share(x, ids, weights, self._layer(), self.settings)
+        from mreader.kernels.decode import decode
+
+        # The kernels take one k for all tokens: a rank's is what its share of the experts has on average.
+        share = len(self.shard.experts) / self.stored.experts
+        settings = replace(self.settings, k=round(self.settings.k * share))
+        parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
+        outputs = [decode(x[part], ids[part], weights[part], self.repacked, settings) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _dense(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = (self.parameters[part] for part in _WEIGHTS)
+        if runs_kernels(x.device):
+            from mreader.kernels.dense import dense
+
+            return dense(x, ids, weights, gate_up, down, self.activation.name)
+        every = torch.ones(*ids.shape, down.shape[1], dtype=torch.bool, device=x.device)
+        return exact(x, ids, weights.float(), every, gate_up, down, self.activation).to(x.dtype)
+
+    def _is_faster_dense(self, x: Tensor, ids: Tensor) -> bool:
+        """Whether the kernels read all channels of so large a batch faster than some."""
+        if self.repacked is None:
+            return False
+        from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
+
+        experts, channels, hidden = self.parameters["down_proj"].shape
+        return len(x) > largest_sparse_batch(device_name(x.device), LayerShape(experts, ids.shape[1], hidden, channels))
+
+    def _layer(self) -> ExpertLayer:
+        gate_up, down = (self.parameters[part].data for part in _WEIGHTS)
+        return ExpertLayer.of(gate_up, down, self.parameters, self.options.code, self.activation)
+
+    def _report(self, line: str) -> None:
+        if self.number == min(self.checkpoint.layers):
+            logger.info("mreader reads %s", line)
+
+
+def read_by_share(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Tensor:
+    """`read`, with k * n / K channels for a token of whose K experts n are here: expert parallel ranks share k.
+
+    ids: (T, K) int - -1 for an expert that another rank has
+    """
+    y = torch.zeros_like(x)
+    here = (ids >= 0).sum(1)
+    for n in sorted(set(here.tolist())):
+        rows = here == n
+        k = round(settings.k * n / ids.shape[1])
+        y[rows] = read(x[rows], ids[rows], weights[rows], layer, replace(settings, k=k))
+    return y
+
+
+def _shard_of(layer: Any, experts: int, channels: int) -> Shard:
+    """The part that vLLM gives this rank."""
+    places = list(range(experts)) if layer.expert_map is None else layer.expert_map.tolist()
+    here = sorted((expert for expert in range(experts) if places[expert] >= 0), key=lambda expert: places[expert])
+    ranks = layer.moe_config.moe_parallel_config.tp_size
+    own, rank = channels // ranks, layer.moe_config.moe_parallel_config.tp_rank
+    return Shard(tuple(here), range(rank * own, (rank + 1) * own), channels)
+
+
+def _refuse_unsupported(layer: Any) -> None:
+    """UnsupportedError for what vLLM may ask of routed experts and the reader does not do."""
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    refused = {
+        "experts with biases": moe.has_bias,
+        "experts without a gate": not moe.is_act_and_mul,
+        "routing weights on the input": layer.apply_router_weight_on_input,
+        "a limited activation": layer.swiglu_limit is not None,
+        "data parallel serving": parallel.dp_size > 1,
+        "LoRA": moe.is_lora_enabled,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise UnsupportedError(f"mreader does not support {what} in vLLM", "serve the source checkpoint instead")
+
+
+@lru_cache
+def _register_operation() -> None:
+    """vLLM may trace what surrounds the experts, once for all steps: which tokens decode is asked in each of them."""
+
+    def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
+        layer = get_forward_context().no_compile_layers[name].routed_experts
+        y: Tensor = layer.quant_method.compute(layer, x, ids, weights)
+        return y
+
+    def shape_only(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
+        return torch.empty_like(x)
+
+    direct_register_custom_op("mreader_routed_experts", routed_experts, fake_impl=shape_only)
+
+
+_register_operation()
