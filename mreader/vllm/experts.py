@@ -27,10 +27,10 @@ from mreader.errors import SourceError, UnsupportedError
 from mreader.formats.augmented import FormatOptions
 from mreader.formats.safetensors_file import TORCH_DTYPES, TensorSpec
 from mreader.kernels.exact import exact
-from mreader.reader import ExpertLayer, ReadSettings, read
+from mreader.reader import ExpertLayer, ReadSettings
 from mreader.vllm.checkpoint import RoutedCheckpoint
 from mreader.vllm.phases import decoding_rows
-from mreader.vllm.shards import Shard
+from mreader.vllm.shards import Shard, read_share
 
 if TYPE_CHECKING:
     from mreader.kernels.decode import DecodeLayer
@@ -86,6 +86,10 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             dtype = params_dtype if part in _WEIGHTS else TORCH_DTYPES[spec.dtype]
             self.parameters[part] = nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
             layer.register_parameter(part, self.parameters[part])
+        if self.budget is not None:
+            self.settings = self._resolve(self.budget, layer.top_k)
+        elif self._is_first:
+            logger.info("mreader: dense, a token reads all of its experts' channels")
 
     def take(self, part: str, tensor: Tensor) -> None:
         """Keep the rank's part of a tensor of the checkpoint."""
@@ -101,27 +105,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                     f"tensor {self.stored.prefix}.{part} is missing",
                     "download the checkpoint again, or convert the source again",
                 )
-        if self.budget is None:
-            self._report("dense: every channel of a token's experts")
-            return
-        device = self.parameters["down_proj"].device
-        shape = BlockShape(
-            hidden=self.stored.hidden,
-            channels=len(self.shard.channels),
-            routed=layer.top_k,
-            rank=self.options.rank,
-            code=self.options.code,
-            element_size=TensorSpec(self.stored.dtype, ()).alignment,
-            layout=layout_on(device),
-        )
-        settings = self.settings = self.budget.resolve(shape)
-        reads = count_reads(shape, settings.k, settings.coordinates, settings.score, settings.rank)
-        self._report(
-            f"{settings.k} of {shape.candidates} channels of a token's experts"
-            f"{'' if len(self.shard.channels) == self.stored.channels else ' on each rank'}, "
-            f"{settings.coordinates} coordinates, score {settings.score}, {100 * reads.total:.2f} % of the dense reads"
-        )
-        if runs_kernels(device):
+        if self.settings is not None and runs_kernels(self.parameters["down_proj"].device):
             from mreader.kernels.decode import repack
 
             self.repacked = repack(self._layer())
@@ -169,7 +153,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _sparse(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         assert self.settings is not None
         if self.repacked is None:
-            return read_by_share(x, ids, weights, self._layer(), self.settings)
+            return read_share(x, ids, weights, self._layer(), self.settings)
         from mreader.kernels.decode import decode
 
         # The kernels take one k for all tokens: a rank's is what its share of the experts has on average.
@@ -201,23 +185,30 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         gate_up, down = (self.parameters[part].data for part in _WEIGHTS)
         return ExpertLayer.of(gate_up, down, self.parameters, self.options.code, self.activation)
 
-    def _report(self, line: str) -> None:
-        if self.number == min(self.checkpoint.layers):
-            logger.info("mreader reads %s", line)
+    @property
+    def _is_first(self) -> bool:
+        return self.number == min(self.checkpoint.layers)
 
-
-def read_by_share(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Tensor:
-    """`read`, with k * n / K channels for a token of whose K experts n are here: expert parallel ranks share k.
-
-    ids: (T, K) int - -1 for an expert that another rank has
-    """
-    y = torch.zeros_like(x)
-    here = (ids >= 0).sum(1)
-    for n in sorted(set(here.tolist())):
-        rows = here == n
-        k = round(settings.k * n / ids.shape[1])
-        y[rows] = read(x[rows], ids[rows], weights[rows], layer, replace(settings, k=k))
-    return y
+    def _resolve(self, budget: Budget, routed: int) -> ReadSettings:
+        """What the budget means for the rank's part of a layer; said once."""
+        shape = BlockShape(
+            hidden=self.stored.hidden,
+            channels=len(self.shard.channels),
+            routed=routed,
+            rank=self.options.rank,
+            code=self.options.code,
+            element_size=TensorSpec(self.stored.dtype, ()).alignment,
+            layout=layout_on(self.parameters["down_proj"].device),
+        )
+        settings = budget.resolve(shape)
+        if self._is_first:
+            reads = count_reads(shape, settings.k, settings.coordinates, settings.score, settings.rank)
+            logger.info(
+                "mreader: a decoded token reads %d of its experts' %d channels, %d coordinates, score %s: %.2f %%%s",
+                *(settings.k, shape.candidates, settings.coordinates, settings.score, 100 * reads.total),
+                "" if shape.channels == self.stored.channels else " of what is on the rank",
+            )
+        return settings
 
 
 def _shard_of(layer: Any, experts: int, channels: int) -> Shard:

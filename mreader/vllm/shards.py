@@ -2,13 +2,15 @@
 
 # E experts, H hidden size, I channels of an expert; a rank has E' of the experts and I' of the channels
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mreader.formats.augmented import FormatOptions, tensor_specs
 from mreader.formats.codes import Code, pack, unpack
 from mreader.formats.safetensors_file import TensorSpec
+from mreader.reader import ExpertLayer, ReadSettings, read
 
 # The axis of a part that counts channels; codes are packed along theirs, and what is not named belongs to no channel.
 _CHANNEL_AXIS = {
@@ -54,3 +56,21 @@ class Shard:
         if part == "sketch_codes":
             return pack(unpack(stored, code, self.of)[..., self.channels.start : self.channels.stop], code)
         return stored.narrow(_CHANNEL_AXIS[part] - 1, self.channels.start, len(self.channels))
+
+
+def read_share(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Tensor:
+    """`read` of the experts that a rank has, with k * n / K channels for a token that has n of its K experts there.
+
+    x:        (T, H) any float
+    ids:      (T, K) int - places among the rank's experts, -1 for those of other ranks
+    weights:  (T, K) any float
+    settings: k is that of a token all of whose experts are here
+    returns:  (T, H) dtype of x - what all ranks return adds up to the token's output
+    """
+    y = torch.zeros_like(x)
+    here = (ids >= 0).sum(1)
+    for n in sorted(set(here.tolist())):
+        rows = here == n
+        share = replace(settings, k=round(settings.k * n / ids.shape[1]))
+        y[rows] = read(x[rows], ids[rows], weights[rows], layer, share)
+    return y
