@@ -9,7 +9,6 @@ the down projection in another layout, and with it a second copy. Elsewhere both
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,16 +79,13 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"{self.number}, the checkpoint has {sizes[0]} of {sizes[1]} x {sizes[2]} for a rank",
                 "choose a number of GPUs that divides experts and channels",
             )
+        self.settings = self._settle(layer.top_k, torch.empty(0).device)
         for part, spec in self.shard.specs(hidden_size, self.stored.dtype, self.options).items():
-            if self.budget is None and part not in _WEIGHTS:
+            if part not in _WEIGHTS and self.settings is None:
                 continue
             dtype = params_dtype if part in _WEIGHTS else TORCH_DTYPES[spec.dtype]
             self.parameters[part] = nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
             layer.register_parameter(part, self.parameters[part])
-        if self.budget is not None:
-            self.settings = self._resolve(self.budget, layer.top_k)
-        elif self._is_first:
-            logger.info("mreader: dense, a token reads all of its experts' channels")
 
     def take(self, part: str, tensor: Tensor) -> None:
         """Keep the rank's part of a tensor of the checkpoint."""
@@ -185,12 +181,8 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         gate_up, down = (self.parameters[part].data for part in _WEIGHTS)
         return ExpertLayer.of(gate_up, down, self.parameters, self.options.code, self.activation)
 
-    @property
-    def _is_first(self) -> bool:
-        return self.number == min(self.checkpoint.layers)
-
-    def _resolve(self, budget: Budget, routed: int) -> ReadSettings:
-        """What the budget means for the rank's part of a layer; said once."""
+    def _settle(self, routed: int, device: torch.device) -> ReadSettings | None:
+        """What the budget means for the rank's part of the layer, None for dense; the first layer says it."""
         shape = BlockShape(
             hidden=self.stored.hidden,
             channels=len(self.shard.channels),
@@ -198,17 +190,25 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             rank=self.options.rank,
             code=self.options.code,
             element_size=TensorSpec(self.stored.dtype, ()).alignment,
-            layout=layout_on(self.parameters["down_proj"].device),
+            layout=layout_on(device),
         )
-        settings = budget.resolve(shape)
-        if self._is_first:
-            reads = count_reads(shape, settings.k, settings.coordinates, settings.score, settings.rank)
-            logger.info(
-                "mreader: a decoded token reads %d of its experts' %d channels, %d coordinates, score %s: %.2f %%%s",
-                *(settings.k, shape.candidates, settings.coordinates, settings.score, 100 * reads.total),
-                "" if shape.channels == self.stored.channels else " of what is on the rank",
-            )
+        settings = self.budget.resolve(shape) if self.budget else None
+        # Kernels that keep every channel only lose time, and take one k of all tokens, whatever a rank has of them.
+        if settings is not None and settings.k == shape.candidates and runs_kernels(device):
+            settings = None
+        if self.number == min(self.checkpoint.layers):
+            logger.info("mreader: a decoded token reads %s", _in_words(settings, shape))
         return settings
+
+
+def _in_words(settings: ReadSettings | None, shape: BlockShape) -> str:
+    if settings is None:
+        return f"all of its experts' {shape.candidates} channels, dense"
+    reads = count_reads(shape, settings.k, settings.coordinates, settings.score, settings.rank)
+    return (
+        f"{settings.k} of its experts' {shape.candidates} channels, {settings.coordinates} coordinates, "
+        f"score {settings.score}: {100 * reads.total:.2f} %"
+    )
 
 
 def _shard_of(layer: Any, experts: int, channels: int) -> Shard:
@@ -236,19 +236,18 @@ def _refuse_unsupported(layer: Any) -> None:
             raise UnsupportedError(f"mreader does not support {what} in vLLM", "serve the source checkpoint instead")
 
 
-@lru_cache
-def _register_operation() -> None:
-    """vLLM may trace what surrounds the experts, once for all steps: which tokens decode is asked in each of them."""
+def _routed_experts(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
+    """`RoutedExpertsMethod.compute` of a layer by its name.
 
-    def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
-        layer = get_forward_context().no_compile_layers[name].routed_experts
-        y: Tensor = layer.quant_method.compute(layer, x, ids, weights)
-        return y
-
-    def shape_only(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
-        return torch.empty_like(x)
-
-    direct_register_custom_op("mreader_routed_experts", routed_experts, fake_impl=shape_only)
+    An operation, since vLLM may trace what surrounds it once for all steps: which tokens decode is asked in each.
+    """
+    layer = get_forward_context().no_compile_layers[name].routed_experts
+    y: Tensor = layer.quant_method.compute(layer, x, ids, weights)
+    return y
 
 
-_register_operation()
+def _routed_experts_shape(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+direct_register_custom_op("mreader_routed_experts", _routed_experts, fake_impl=_routed_experts_shape)
