@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.utils import get_model_architecture
 
+from mreader.budget import Budget
 from mreader.formats.augmented import METHOD, FormatOptions, parse_config_entry
 from mreader.vllm.budget import choose_budget
 from mreader.vllm.checkpoint import RoutedCheckpoint, divert_tensors, layer_number, open_routed
@@ -32,7 +33,7 @@ class MreaderConfig(QuantizationConfig):  # type: ignore[misc]
     def __init__(self, options: FormatOptions) -> None:
         super().__init__()
         self.options = options
-        self.budget = choose_budget(options, os.environ, None)
+        self.budget: Budget | None = Budget.of(options)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MreaderConfig:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -135,7 +136,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
-        decoding = False if self.settings is None else decoding_rows(get_forward_context().attn_metadata, len(x))
+        decoding = self._decoding(len(x))
         with current(x.device):
             if decoding is False or (decoding is True and self._is_faster_dense(x, ids)):
                 return self._dense(x, ids, weights)
@@ -145,6 +146,13 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for rows, forward in ((decoding, self._sparse), (~decoding, self._dense)):
                 y[rows] = forward(x[rows], ids[rows], weights[rows])
             return y
+
+    def _decoding(self, rows: int) -> Tensor | bool:
+        context = get_forward_context()
+        # A PIECEWISE graph is recorded once for every mixture of prompts and decoding.
+        if self.settings is None or context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+            return False
+        return decoding_rows(context.attn_metadata, rows)
 
     def _sparse(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         assert self.settings is not None
