@@ -58,7 +58,7 @@ test-oldest:  ## Run the tests with the oldest transformers and huggingface_hub 
 	$(MAKE) test VENV=.venv-oldest WITH='$(OLDEST)'
 
 test-vllm: $(VLLM_VENV)/.ready  ## Run the tests of the vLLM plugin, in a venv with vLLM's CPU engine (4 GB); skipped where there is none.
-	@if [ -s $< ]; then echo 'skipped: $(VLLM) cannot be installed here:'; tail -n 3 $<; else \
+	@if [ -s $< ]; then echo 'skipped: $(VLLM) cannot be installed here:'; tail -n 3 $<; rm $<; else \
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/test_vllm.py $(PYTEST); fi
 
 lint: $(DEV)  ## Check style and types.
