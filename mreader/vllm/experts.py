@@ -25,7 +25,8 @@ from mreader.backend import current, layout_on, runs_kernels
 from mreader.budget import BlockShape, Budget, count_reads
 from mreader.errors import SourceError, UnsupportedError
 from mreader.formats.augmented import FormatOptions
-from mreader.formats.safetensors_file import TORCH_DTYPES, TensorSpec
+from mreader.formats.safetensors_file import TensorSpec
+from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.exact import exact
 from mreader.reader import ExpertLayer, ReadSettings
 from mreader.vllm.checkpoint import RoutedCheckpoint

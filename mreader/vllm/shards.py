@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mreader.formats.augmented import FormatOptions, tensor_specs
-from mreader.formats.codes import Code, pack, unpack
+from mreader.formats.codes import Code
+from mreader.formats.coding import pack, unpack
 from mreader.formats.safetensors_file import TensorSpec
 from mreader.reader import ExpertLayer, ReadSettings, read
 
