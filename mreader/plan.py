@@ -60,8 +60,9 @@ class Plan:
     @property
     def _record_bytes(self) -> int:
         """Config, index, manifest and source record: at most twice the source's headers and texts, escaped as JSON."""
-        headers = sum(len(header.text) for header in self.source.headers.values())
-        return 2 * (headers + sum(len(text) for text in self.source.texts.values())) + 100_000
+        source = self.source.on_disk
+        headers = sum(len(header.text) for header in source.headers.values())
+        return 2 * (headers + sum(len(text) for text in source.texts.values())) + 100_000
 
     @property
     def added_bytes(self) -> int:

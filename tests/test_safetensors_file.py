@@ -191,6 +191,7 @@ def test_hashing_file_says_what_is_in_the_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=9), st.randoms(), st.sampled_from([1, 1024]))
 def test_hashing_file_may_be_written_in_any_order(data: bytes, cuts: list[int], order: Random, most_parts: int) -> None:
     """In several parts a call as well, however many the system takes at a time."""
