@@ -5,20 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from mreader.errors import UsageError
-from mreader.evaluate import refuse_unknown_tokens, vocabulary_of
+from mreader.evaluate import LOGITS_AT_ONCE, refuse_unknown_tokens, vocabulary_of
 from mreader.progress import Progress
 
 NGRAM = 4  # tokens, whose second occurrence is a repetition
-_LOGITS_AT_ONCE = 1 << 27  # of dense continuations that are kept, float32
 _PROMPTS_AT_ONCE = 16  # on a GPU the runtime takes dense for larger batches
 
 Within = Callable[[], AbstractContextManager[None]]
@@ -71,19 +70,34 @@ def compare_continuations(
     progress = progress or Progress()
     progress.begin("generating", 3 * len(prompts) * tokens, "tokens")
     parts = []
-    for batch in _batches(prompts, tokens, vocabulary_of(model)):
-        heard = _Listener()
-        with dense():
-            ahead = _continue(model, batch, tokens, heard)
-        progress.advance(ahead.numel())
-        follower = _Follower(ahead, heard.logits)
-        with sparse():
-            _continue(model, batch, tokens, follower)
+    with _bare_generation(model):
+        for batch in _batches(prompts, tokens, vocabulary_of(model)):
+            heard = _Listener()
+            with dense():
+                ahead = _continue(model, batch, tokens, heard)
             progress.advance(ahead.numel())
-            own = _continue(model, batch, tokens)
-        progress.advance(ahead.numel())
-        parts.append((ahead, own, torch.stack(follower.kl, 1), torch.stack(follower.agreed, 1)))
+            follower = _Follower(ahead, heard.logits)
+            with sparse():
+                _continue(model, batch, tokens, follower)
+                progress.advance(ahead.numel())
+                own = _continue(model, batch, tokens)
+            progress.advance(ahead.numel())
+            parts.append((ahead, own, torch.stack(follower.kl, 1), torch.stack(follower.agreed, 1)))
     return _summary(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+
+@contextmanager
+def _bare_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, the checkpoint's own generation config, which may ask for beams or penalties, says nothing.
+
+    One that is passed to `generate` would not do: what it leaves open comes from the model's.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class _Listener(LogitsProcessor):  # type: ignore[misc]
@@ -121,16 +135,14 @@ def _continue(model: PreTrainedModel, prompts: Tensor, tokens: int, listener: Lo
         attention_mask=torch.ones_like(prompts),
         logits_processor=LogitsProcessorList([listener] if listener else []),
         max_new_tokens=tokens,
-        # Set as well: a checkpoint's own generation config may ask for other things
-        **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0},
-        **{"eos_token_id": vocabulary_of(model), "pad_token_id": 0},  # nothing ends it
+        **{"do_sample": False, "eos_token_id": vocabulary_of(model), "pad_token_id": 0},  # nothing ends it
     )
     return out[:, prompts.shape[1] :]
 
 
 def _batches(prompts: Tensor, tokens: int, vocabulary: int) -> Iterator[Tensor]:
     """So many prompts at a time that the logits of their continuations fit."""
-    at_once = min(max(1, _LOGITS_AT_ONCE // (tokens * vocabulary)), _PROMPTS_AT_ONCE)
+    at_once = min(max(1, LOGITS_AT_ONCE // (tokens * vocabulary)), _PROMPTS_AT_ONCE)
     for start in range(0, len(prompts), at_once):
         yield prompts[start : start + at_once]
 

@@ -19,7 +19,7 @@ from mreader.progress import Progress
 from mreader.runtime import reader_mode, runtime_of
 
 _TOKENS_AT_ONCE = 4096
-_LOGITS_AT_ONCE = 1 << 27
+LOGITS_AT_ONCE = 1 << 27  # numbers, of float32
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,9 @@ def evaluate(model: PreTrainedModel, windows: Tensor, progress: Progress | None 
 def refuse_unknown_tokens(model: PreTrainedModel, windows: Tensor) -> None:
     """UsageError where a token id is outside the model's vocabulary."""
     vocabulary = vocabulary_of(model)
-    if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
-        raise UsageError(
-            f"token id {int(windows.max())} is outside the vocabulary of {vocabulary}", "use its tokenizer"
-        )
+    for token in (int(windows.min()), int(windows.max())):
+        if not 0 <= token < vocabulary:
+            raise UsageError(f"token id {token} is outside the vocabulary of {vocabulary}", "use its tokenizer")
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -130,7 +129,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 def window_batches(windows: Tensor, vocabulary: int) -> Iterator[Tensor]:
     """So many windows at a time that their tokens, and their logits, fit."""
-    at_once = max(1, min(_TOKENS_AT_ONCE, _LOGITS_AT_ONCE // vocabulary) // windows.shape[1])
+    at_once = max(1, min(_TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary) // windows.shape[1])
     for start in range(0, len(windows), at_once):
         yield windows[start : start + at_once]
 

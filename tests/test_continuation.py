@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import mreader
 from torch.nn.functional import log_softmax
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from mreader.continuation import compare_continuations, repetition
 from mreader.errors import UsageError
@@ -93,15 +93,28 @@ def _kl_along(
     return found
 
 
-def test_a_text_s_end_ends_nothing(model: PreTrainedModel, prompts: torch.Tensor) -> None:
-    """The checkpoint's own end of text is made the most likely token of all."""
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = list(range(2048))
-    try:
-        found = compare_continuations(model, nullcontext, nullcontext, prompts, N)
-    finally:
-        model.generation_config.eos_token_id = before
-    assert len(found.kl_steps) == N - 1
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"eos_token_id": list(range(2048))},
+        {"num_beams": 2},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": list(range(0, 2048, 2))},
+        {"repetition_penalty": 2.0},
+        {"do_sample": True, "temperature": 5.0},
+        {"max_time": 1e-4},
+    ],
+    ids=lambda asked: min(asked),
+)
+def test_what_the_checkpoint_s_generation_config_asks_for_changes_nothing(
+    asked: dict[str, Any], model: PreTrainedModel, prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, sparse = (partial(reader_mode, model, mode) for mode in ("never", "decode"))
+    expected = compare_continuations(model, dense, sparse, prompts, N)
+    own = GenerationConfig(**asked)
+    monkeypatch.setattr(model, "generation_config", own)
+    assert compare_continuations(model, dense, sparse, prompts, N) == expected
+    assert model.generation_config is own
 
 
 @pytest.mark.parametrize(

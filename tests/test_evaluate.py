@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from commands import mreader
 
 from mreader.convert import convert
 from mreader.errors import SourceError, UsageError
-from mreader.evaluate import compare_windows, cut_windows, read_ids, window_batches
+from mreader.evaluate import compare_windows, cut_windows, read_ids, refuse_unknown_tokens, window_batches
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -45,11 +46,25 @@ class TestWindows:
     def test_they_are_the_first_tokens_in_order(self) -> None:
         assert cut_windows(torch.arange(10), 3, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
-    def test_batches_hold_every_window_once(self) -> None:
-        windows = torch.arange(7 * 1500).view(7, 1500)
-        batches = list(window_batches(windows, 100))
-        assert [len(batch) for batch in batches] == [2, 2, 2, 1]
+    @pytest.mark.parametrize(
+        ("shape", "vocabulary", "expected"),
+        [
+            ((7, 1500), 100, [2, 2, 2, 1]),  # bound by tokens
+            ((16, 256), 152_000, [3, 3, 3, 3, 3, 1]),  # by logits
+            ((3, 5000), 100, [1, 1, 1]),
+        ],
+    )
+    def test_batches_hold_every_window_once(self, shape: tuple[int, int], vocabulary: int, expected: list[int]) -> None:
+        windows = torch.arange(shape[0] * shape[1]).view(shape)
+        batches = list(window_batches(windows, vocabulary))
+        assert [len(batch) for batch in batches] == expected
         assert torch.equal(torch.cat(batches), windows)
+
+    @pytest.mark.parametrize(("ids", "named"), [([5, -1], -1), ([0, VOCABULARY], VOCABULARY), ([-1, VOCABULARY], -1)])
+    def test_the_token_that_the_model_does_not_know_is_named(self, ids: list[int], named: int) -> None:
+        model = mock.Mock(**{"get_input_embeddings.return_value.num_embeddings": VOCABULARY})
+        with pytest.raises(UsageError, match=rf"token id {named} is outside"):
+            refuse_unknown_tokens(model, torch.tensor([ids]))
 
 
 def test_of_a_model_that_also_hears_and_speaks_the_part_that_writes_is_run(olmoe_tiny: Path, tmp_path: Path) -> None:
