@@ -185,12 +185,11 @@ def _draw_pairs(axes: Any, runs: "Sequence[Run]") -> None:
 
 
 def _draw_ablations(axes: Any, runs: "Sequence[Run]") -> None:
-    from mreader.selectors.ablations import as_it_is
-    from mreader.selectors.pairs import compare_windowwise
+    from mreader.selectors.ablations import ablation_pairs
 
-    pairs = [compare_windowwise(run, as_it_is(run, runs)) for run in runs if run.job.variant]
-    names = [f"{run.job.variant}, {100 * run.budget:.4g} %" for run in runs if run.job.variant]
-    _draw_differences(axes, [pair for pair in pairs if pair is not None], names)
+    pairs = ablation_pairs(runs)
+    names = [f"{run.job.variant}, {100 * run.budget:.4g} %" for run in (pair.run for pair in pairs)]
+    _draw_differences(axes, pairs, names)
     axes.set_xlabel("KL less that of the reader as it is, % of the latter")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from commands import mreader
 from mreader.errors import UsageError
 from mreader.report import write_html
 from mreader.selectors.grid import Grid, parse_reads, read_texts
+from mreader.selectors.harness import Harness
 from mreader.selectors.jobs import Job, Reader
+from mreader.selectors.kept import Kept
 from mreader.selectors.pairs import Count, Pair, compare_windowwise, count_verdicts, keep_pairs, mean_and_error
 from mreader.selectors.runs import Run
 from mreader.selectors.scores import SCORES
+from mreader.selectors.subject import open_subject
 
 TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"  # 1,024 ids
 SHAPE = ("--windows", 4, "--length", 64)
@@ -199,6 +203,20 @@ class TestAblations:
         assert "±" not in lines["as it is"]
         assert "infeasible" in lines["128 coordinates"]
 
+    def test_where_the_reader_itself_cannot_keep_to_a_budget(self, olmoe_tiny: Path, tmp_path: Path) -> None:
+        """Its variants are shown without a difference, and the other budget as ever."""
+        files = ("--html", tmp_path / "a.html", "--plot", tmp_path / "a.svg", "--csv", tmp_path / "a.csv")
+        options = ("--ablations", "--reads", "0.165,0.3", "--windows", 2, "--length", 16, "-q")
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, "--calibration-windows", 1, *options, *files)
+        assert ran.code == 0, ran.err
+        rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+        (reader,) = [row for row in rows if row["reads_asked"] == "0.165" and not row["variant"]]
+        assert not reader["kl"]
+        assert any(row["kl"] for row in rows if row["reads_asked"] == "0.165")
+        page = (tmp_path / "a.html").read_text()
+        assert "rotation off, 30 %" in page  # matplotlib notes what its paths spell
+        assert ", 16.5 %" not in page
+
     @pytest.mark.parametrize("option", ["--selectors", "--keep", "--recovery"])
     def test_a_choice_of_selectors_is_another_comparison(self, option: str, olmoe_tiny: Path) -> None:
         ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *SHAPE, "--ablations", option, "none")
@@ -249,6 +267,15 @@ class TestEval:
         ran = mreader("eval", olmoe_tiny, "--tokens", TOKENS, *SHAPE, *options)
         assert ran.code == 2
         assert message in " ".join(ran.err.split())
+
+
+def test_windows_of_one_model_are_not_taken_for_others(olmoe_tiny: Path) -> None:
+    """Nor for the same tokens in windows of another length."""
+    ids, job = torch.from_numpy(np.load(TOKENS).astype(np.int64)), Job("oracle", "topk", "none", 0.5)
+    cuts = [ids[:64].view(2, 32), ids[200:264].view(2, 32), ids[:64].view(4, 16)]
+    subject = open_subject(olmoe_tiny, "float32", "cpu")
+    found = [Harness(subject, windows).run(job).kl for windows in cuts]
+    assert found == [Harness(replace(subject, kept=Kept()), windows).run(job).kl for windows in cuts]
 
 
 class TestGrid:

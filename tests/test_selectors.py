@@ -208,6 +208,13 @@ class TestKept:
         assert kept.get("a", 0, lambda: pytest.fail("was dropped")) is not None
         assert kept.nbytes == 240
 
+    def test_what_can_never_fit_makes_nothing_else_go(self) -> None:
+        kept = Kept(300)
+        kept.get("a", 0, lambda: torch.zeros(30))
+        assert len(kept.get("large", 0, lambda: torch.zeros(100))) == 100
+        assert kept.get("a", 0, lambda: pytest.fail("was dropped")) is not None
+        assert kept.nbytes == 120
+
     @pytest.mark.parametrize("name", SCORES)
     def test_scores_are_the_same_where_nothing_is_kept(self, name: str, batch: Batch) -> None:
         kept = Kept(0)

@@ -185,19 +185,18 @@ def _difference(pair: "Pair | None") -> str:
 
 def _ablation_table(runs: "Sequence[Run]") -> Table:
     """Every variant of the reader, beside the reader as it is."""
-    from mreader.selectors.ablations import as_it_is
-    from mreader.selectors.pairs import compare_windowwise
+    from mreader.selectors.ablations import ablation_pairs
 
     table = Table("the reader, but", box=None, header_style="bold")
     for column in ("asked", "reads", "k", "KL", "top-1", "KL less the reader's"):
         table.add_column(column, justify="right")
+    pairs = {pair.run.job: pair for pair in ablation_pairs(runs)}
     for number, run in enumerate(runs):
         last = number + 1 == len(runs) or runs[number + 1].budget != run.budget
         names = (run.job.variant or "as it is", percent(run.budget))
         if run.kl is None or run.top1 is None or run.reads is None:
             table.add_row(*names, "", "", "infeasible", "", "", style="dim", end_section=last)
             continue
-        pair = compare_windowwise(run, as_it_is(run, runs))
         figures = (percent(run.reads), str(run.k), f"{run.kl:.4f}", f"{run.top1:.4f}")
-        table.add_row(*names, *figures, _difference(pair) if run.job.variant else "", end_section=last)
+        table.add_row(*names, *figures, _difference(pairs.get(run.job)), end_section=last)
     return table

@@ -6,6 +6,7 @@ from dataclasses import replace
 from mreader.formats.augmented import SCORES
 from mreader.formats.codes import CODES
 from mreader.selectors.jobs import Job, Reader
+from mreader.selectors.pairs import Pair, compare_windowwise
 from mreader.selectors.runs import Run
 
 COORDINATES = (48, 64, 80, 96, 112, 128)
@@ -41,6 +42,9 @@ def _variants(reader: Reader) -> Iterator[tuple[str, Reader]]:
             yield f"{codes} codes", replace(reader, codes=codes)
 
 
-def as_it_is(run: Run, runs: Sequence[Run]) -> Run:
-    """The reader as it is, at the budget of the run."""
-    return next(other for other in runs if other.budget == run.budget and not other.job.variant)
+def ablation_pairs(runs: Sequence[Run]) -> list[Pair]:
+    """Every variant beside the reader as it is at the same budget, where both keep to it."""
+    as_it_is = {run.budget: run for run in runs if not run.job.variant}
+    variants = [run for run in runs if run.job.variant and run.budget in as_it_is]
+    pairs = [compare_windowwise(run, as_it_is[run.budget]) for run in variants]
+    return [pair for pair in pairs if pair is not None]

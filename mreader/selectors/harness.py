@@ -19,7 +19,7 @@ from mreader.selectors.plans import run_block
 from mreader.selectors.prepare import Prepared, Preparer
 from mreader.selectors.reads import InfeasibleError
 from mreader.selectors.runs import Run
-from mreader.selectors.subject import Forward, Subject
+from mreader.selectors.subject import Forward, Subject, windows_sha256
 
 
 class Meter:
@@ -103,6 +103,7 @@ class Harness:
     def __init__(self, subject: Subject, windows: Tensor, progress: Progress | None = None) -> None:
         refuse_unknown_tokens(subject.model, windows)
         self.windows = windows
+        self._dense_logits = ("dense logits", windows.shape, windows_sha256(windows))
         self._subject = subject
         self._preparer = Preparer(subject.layers)
         self._progress = progress or Progress()
@@ -117,7 +118,7 @@ class Harness:
             return Run(job, note=f"{error.cause}: {error.remedy}" if error.remedy else error.cause)
         meter, tally, native = Meter(prepared), _Tally(), self._subject.layers[0].shape.native_sectors
         for number, ids in enumerate(window_batches(self.windows, vocabulary_of(self._subject.model))):
-            dense = self._subject.kept.get("dense logits", number, partial(self._subject.logits, ids))
+            dense = self._subject.kept.get(self._dense_logits, number, partial(self._subject.logits, ids))
             with self._subject.experts(meter.forwards):
                 sparse = self._subject.logits(ids)
             sectors, kept = meter.take()

@@ -42,16 +42,21 @@ class Kept:
 
     def _add(self, kind: Hashable, number: int, value: Any) -> None:
         size = nbytes_of(value)
-        for other in [other for other in self._kinds if other != kind]:
-            if self.nbytes + size > self._limit:
-                del self._kinds[other]
-                self._bytes.pop(other, None)
+        if size <= self._limit:
+            self._make_room(kind, size)
         if self.nbytes + size <= self._limit:
             self._kinds[kind][number] = value
             self._bytes[kind] = self._bytes.get(kind, 0) + size
         else:
             self._passing = {key: other for key, other in self._passing.items() if key[1] == number}
             self._passing[kind, number] = value
+
+    def _make_room(self, kind: Hashable, size: int) -> None:
+        """Drop other kinds, the one not asked for longest first, until so many bytes fit."""
+        for other in [other for other in self._kinds if other != kind]:
+            if self.nbytes + size > self._limit:
+                del self._kinds[other]
+                self._bytes.pop(other, None)
 
 
 def nbytes_of(value: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from mreader.formats.safetensors_file import sha256_file
 from mreader.journal import differences, write_durably
 from mreader.selectors.jobs import Job, Reader
 from mreader.selectors.runs import Run
-from mreader.selectors.subject import Texts
+from mreader.selectors.subject import Texts, windows_sha256
 
 
 class Ledger:
@@ -111,8 +110,7 @@ def in_common(model: Path, texts: Texts, dtype: str, device: str) -> dict[str, A
 
 
 def _described(windows: Tensor) -> dict[str, Any]:
-    content = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    return {"windows": windows.shape[0], "length": windows.shape[1], "sha256": content}
+    return {"windows": windows.shape[0], "length": windows.shape[1], "sha256": windows_sha256(windows)}
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

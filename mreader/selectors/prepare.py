@@ -66,7 +66,10 @@ class Preparer:
     def _plan(self, job: Job, score: Score, layer: Layer) -> Plan:
         split = None
         if score.inputs == "split":
-            split = self._splits.setdefault((job.selector, layer.ordinal), Split(layer, score))
+            key = job.selector, layer.ordinal
+            if key not in self._splits:
+                self._splits[key] = Split(layer, score)
+            split = self._splits[key]
         plan = make_plan(score, layer, job.reads, job.reader.plan(job.recovery), split)
         return plan if job.budget is None else to_nearest(layer.shape, job.reads, plan, score.cost)
 

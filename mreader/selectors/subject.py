@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,11 @@ class Texts:
 
     evaluated: Tensor
     calibration: Tensor | None = None
+
+
+def windows_sha256(windows: Tensor) -> str:
+    """Of the token ids; it knows nothing of the shape."""
+    return hashlib.sha256(windows.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
