@@ -307,6 +307,22 @@ def _run(keep: str, kl: tuple[float, ...], budget: float | None = None) -> Run:
     return Run(job, sum(kl) / len(kl), 0.9, 2.0, 2.1, 0.3, 10, "", kl, reads, (0.3, 0.3), (10, 12), (0.3,) * 32)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--selectors", "cats", "--recovery", "map"], "--recovery map"),
+        (["--selectors", "rsparse,park", "--recovery", "map"], "--recovery map"),
+        (["--selectors", "cats", "--keep", "matched", "--reads", "0.1"], "nothing to match"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(options: list[str], message: str, olmoe_tiny: Path, tmp_path: Path) -> None:
+    shape = ("--windows", 1, "--length", 16, "--calibration-windows", 1)
+    ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *shape, *options, "--csv", tmp_path / "a.csv", "-q")
+    assert ran.code == 2
+    assert message in ran.cause
+    assert not list(tmp_path.iterdir())
+
+
 class TestPairs:
     def test_a_standard_error_is_that_of_paired_windows(self) -> None:
         # differences 1, 2, 3: mean 2, deviation 1

@@ -13,7 +13,7 @@ from commands import Ran, mreader
 
 from mreader.selectors.harness import Harness
 from mreader.selectors.jobs import Job, Reader
-from mreader.selectors.ledger import FileLedger
+from mreader.selectors.ledger import FileLedger, open_ledger
 from mreader.selectors.runs import Run, matched
 
 TOKENS = Path(__file__).parent / "data" / "python-tokens.npy"
@@ -69,6 +69,38 @@ def test_a_kill_costs_the_row_that_was_under_way(olmoe_tiny: Path, tmp_path: Pat
         assert printed(compare(olmoe_tiny, rows)) == first
         assert len(counted) == JOBS - (left - 1)
         assert rows.read_bytes() == b"".join(lines)
+
+
+def test_a_whole_line_that_holds_no_row_is_never_cut_away(olmoe_tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    printed(compare(olmoe_tiny, rows))
+    lines = rows.read_bytes().splitlines(keepends=True)
+    for number, line in (
+        (3, lines[2].replace(b'"note"', b'"remark"')),
+        (2, lines[1].replace(b'"reader"', b'"raeder"', 1)),
+        (7, b"[]\n"),
+        (7, lines[6][:200] + b"\n"),
+    ):
+        edited = b"".join([*lines[: number - 1], line, *lines[number:]])
+        rows.write_bytes(edited)
+        ran = compare(olmoe_tiny, rows)
+        assert ran.code == 2
+        assert f"line {number} of {rows}" in ran.cause
+        assert rows.read_bytes() == edited
+
+
+def test_one_comparison_at_a_time_has_the_file(olmoe_tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    printed(compare(olmoe_tiny, rows))
+    before = rows.read_bytes()
+    with open_ledger(rows, json.loads(before.partition(b"\n")[0])):
+        ran = compare(olmoe_tiny, rows)
+        assert ran.code == 2
+        assert "another comparison with --rows rows" in ran.cause
+        printed(compare(olmoe_tiny, tmp_path / "others"))
+    assert printed(compare(olmoe_tiny, rows))
+    assert rows.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["others", "rows"]
 
 
 def test_a_grid_may_grow(olmoe_tiny: Path, tmp_path: Path, counted: list[Job]) -> None:

@@ -15,11 +15,12 @@ from mreader.formats.augmented import DEFAULT_OPTIONS
 from mreader.formats.coding import fit
 from mreader.kernels.rotate import rotate
 from mreader.reader import ReadSettings, read
-from mreader.selectors.jobs import Reader
+from mreader.selectors.jobs import Job, Reader
 from mreader.selectors.keep import Calibrating, Threshold, TopK, TopKPerExpert, pooled_threshold
 from mreader.selectors.kept import Kept, nbytes_of
 from mreader.selectors.layers import Batch, Layer, factorise, round_rows
 from mreader.selectors.plans import Split, make_plan, run_block
+from mreader.selectors.prepare import Preparer
 from mreader.selectors.reads import InfeasibleError, Plan
 from mreader.selectors.recovery import fit_map, recover, weight_map
 from mreader.selectors.scores import SCORES, Score, Scored, get_score
@@ -316,6 +317,20 @@ class TestPlans:
             for plan in (split, even)
         ]
         assert errors[0] <= errors[1]
+
+    def test_it_is_found_once_for_all_jobs(self, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[Layer] = []
+
+        def noted(of: Layer, score: Score) -> Split:
+            found.append(of)
+            return Split(of, score)
+
+        monkeypatch.setattr("mreader.selectors.prepare.Split", noted)
+        preparer = Preparer([layer])
+        for reads in (0.5, 0.6):
+            for recovery in ("none", "map"):
+                preparer.prepare(Job("teal", "topk", recovery, reads))
+        assert found == [layer]
 
     def test_a_path_is_the_same_with_masks_that_are_remembered(
         self, layer: Layer, monkeypatch: pytest.MonkeyPatch

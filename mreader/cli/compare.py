@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -70,7 +71,7 @@ def compare_command(
     from mreader.selectors.ablations import ablations as ablations_of
     from mreader.selectors.grid import Grid, open_harness, parse_reads, read_texts, reader_of, run_all
     from mreader.selectors.jobs import KEEPS
-    from mreader.selectors.ledger import FileLedger, Ledger, in_common
+    from mreader.selectors.ledger import Ledger, in_common, open_ledger
 
     refuse_bad_files(csv, html, plot)
     given, budgets = one_of(tokens, text), parse_reads(reads)
@@ -79,12 +80,18 @@ def compare_command(
         _refuse_with_ablations(selectors=selectors, keep=keep, recovery=recovery)
     grid = Grid.of(*_or_all(selectors, keep, recovery), budgets)
     jobs = list(ablations_of(reader, budgets) if ablations else grid.jobs(reader))
+    if not jobs:
+        raise UsageError(
+            f"none of the selectors can use --recovery {recovery}", "add none to it, or choose other selectors"
+        )
     keeps = KEEPS if ablations else grid.keeps
     texts = read_texts(model, given, calibration, (windows, length), calibration_windows)
-    ledger = FileLedger(rows, in_common(model, texts, dtype, device)) if rows else Ledger()
-    with progress(verbosity(quiet, verbose)) as bar:
+    opened = nullcontext(Ledger()) if rows is None else open_ledger(rows, in_common(model, texts, dtype, device))
+    with opened as ledger, progress(verbosity(quiet, verbose)) as bar:
         harness = partial(open_harness, model, texts, dtype, device, bar)
         runs = run_all(harness, texts, jobs, keeps, ledger, bar)
+    if not runs:
+        raise UsageError("no threshold can keep to its budget, so there is nothing to match", "give larger --reads")
     if csv is not None:
         write_csv([run.row() for run in runs], csv)
     if plot is not None:

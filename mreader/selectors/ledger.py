@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ from mreader.device import pick_device
 from mreader.errors import UsageError
 from mreader.formats.safetensors_file import sha256_file
 from mreader.journal import differences, write_durably
+from mreader.output import locked, require_writable
 from mreader.selectors.jobs import Job, Reader
 from mreader.selectors.runs import Run
 from mreader.selectors.subject import Texts, windows_sha256
@@ -41,8 +44,8 @@ class FileLedger(Ledger):
 
     common: what a run's figures depend on beside its job
 
-    A line that a crash cut short is dropped with all after it. Raises UsageError where the file holds runs that have
-    something else in common, and where it is no such file.
+    A last line that a crash cut short is dropped. Raises UsageError where the file holds runs that have something else
+    in common, where another line holds no run, and where it is no such file.
     """
 
     def __init__(self, file: Path, common: Mapping[str, Any]) -> None:
@@ -70,10 +73,12 @@ class FileLedger(Ledger):
             return 0
         self._refuse_other(_parsed(lines[0]), common)
         whole = len(lines[0])
-        for line in lines[1:]:
+        for number, line in enumerate(lines[1:], 2):
+            if not line.endswith(b"\n"):
+                break
             run = _run_of(_parsed(line))
             if run is None:
-                break
+                raise UsageError(f"line {number} of {self._file} holds no row", "mend or remove it, or name a new file")
             super().add(run)
             whole += len(line)
         return whole
@@ -94,6 +99,20 @@ class FileLedger(Ledger):
             part.replace(self._file)
         except OSError as error:
             raise UsageError(f"{self._file} cannot be written: {error}", "choose another file") from error
+
+
+@contextmanager
+def open_ledger(file: Path, common: Mapping[str, Any]) -> Iterator[Ledger]:
+    """The runs in a file, for one comparison at a time. UsageError where another one has it, and as FileLedger."""
+    if not file.parent.is_dir():
+        raise UsageError(f"{file} cannot be written: {file.parent} is no folder", "choose another file")
+    require_writable(file.parent)
+    lock = file.with_name(f"{file.name}.lock")
+    with locked(lock, f"comparison with --rows {file.name}"):
+        try:
+            yield FileLedger(file, common)
+        finally:
+            shutil.rmtree(lock, ignore_errors=True)
 
 
 def in_common(model: Path, texts: Texts, dtype: str, device: str) -> dict[str, Any]:
