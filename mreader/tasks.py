@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mreader.errors import SourceError, UsageError
+from mreader.errors import MreaderError, SourceError, UsageError
 from mreader.runtime import Mode, reader_mode
 
 # How the two run: what is scored (likelihoods), and what is generated (prefill is dense in both)
@@ -100,6 +100,8 @@ def _evaluate(language_model: Any, tasks: list[str], manager: Any, examples: int
         found: dict[str, Any] = simple_evaluate(
             language_model, tasks=tasks, task_manager=manager, limit=examples, bootstrap_iters=0, log_samples=True
         )
+    except MreaderError:
+        raise
     except (OSError, ValueError) as error:
         raise SourceError(f"lm-eval cannot run {', '.join(tasks)}: {error}", "check the task and its data") from error
     return found

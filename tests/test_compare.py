@@ -261,6 +261,12 @@ class TestEval:
             (["--selector", "cats", "--reads", "0.3"], "33.33 %"),
             (["--selector", "cats", "--reads", "0.4", "--recovery", "map"], "no activation"),
             (["--selector", "teal", "--reads", "0.4"], "--calibration FILE"),
+            (["--selector", "prox", "--reads", "0.4", "--calibration", "no.npy"], "leave --calibration out"),
+            (["--calibration", "no.npy"], "leave --calibration out"),
+            (["--calibration", "no.npy", "--generate", "8"], "leave --calibration out"),
+            (["--reads", "0.4", "--examples", "2"], "leave --examples out"),
+            (["--reads", "0.4", "--batch", "1"], "leave --batch out"),
+            (["--reads", "0.4", "--task-folder", "tasks"], "leave --task-folder out"),
         ],
     )
     def test_bad_options(self, options: list[str], message: str, olmoe_tiny: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from commands import mreader
 from transformers import AutoTokenizer
 
+from mreader.errors import SourceError, UsageError
 from mreader.runtime import load, reader_mode, set_budget
 from mreader.tasks import pair, run_tasks
 
@@ -159,12 +161,32 @@ def test_in_words(olmoe_augmented: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (UsageError("the reader's", "own words"), UsageError),
+        (ValueError("no such split"), SourceError),
+        (OSError("no network"), SourceError),
+    ],
+)
+def test_what_the_data_of_a_task_lack_is_told_apart_from_errors_of_our_own(
+    raised: Exception, expected: type[Exception], olmoe_augmented: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.simple_evaluate", mock.Mock(side_effect=raised))
+    model, tokenizer = load(olmoe_augmented, device="cpu"), AutoTokenizer.from_pretrained(olmoe_augmented)
+    with pytest.raises(expected) as found:
+        run_tasks(model, tokenizer, ["tiny_choice"], folder)
+    assert type(found.value) is expected
+    assert str(raised) in str(found.value)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tasks", "no_such_task"], "no_such_task"),
         (["--tasks", "tiny_choice", "--generate", "8"], "--generate"),
         (["--tasks", "tiny_choice", "--text", "a.txt"], "--text"),
         (["--tasks", "tiny_choice", "--selector", "teal"], "--selector"),
+        (["--tasks", "tiny_choice", "--calibration", "a.npy"], "--calibration"),
         (["--tasks", "tiny_choice", "--task-folder", "no/such/folder"], "no/such/folder"),
     ],
 )

@@ -81,7 +81,7 @@ def eval_command(
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="Folder of more tasks, in lm-eval's YAML.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Of every task, only the first so many.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Examples of a task at once.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a task at once; 1 by default.")] = None,
     channels: Channels = None,
     reads: ReadsBudget = None,
     coordinates: Coordinates = None,
@@ -110,8 +110,9 @@ def eval_command(
     if tasks is not None:
         if tokens is not None or text is not None or generate is not None or layers:
             raise UsageError("--tasks brings texts of its own", "leave out --tokens, --text, --generate and --layers")
-        _report_tasks(_run_tasks(asked, tasks.split(","), task_folder, examples, batch, loud), json)
+        _report_tasks(_run_tasks(asked, tasks.split(","), task_folder, examples, batch or 1, loud), json)
         return
+    _refuse_without_tasks(**{"task-folder": task_folder, "examples": examples, "batch": batch})
     with progress(loud) as bar:
         found = (
             _compare_texts(asked, layers, bar) if generate is None else _compare_writing(asked, generate, layers, bar)
@@ -120,6 +121,20 @@ def eval_command(
         print_json(found)
     else:
         out.print(key_values(_described(found, selector)))
+
+
+def _refuse_without_tasks(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--{name} is for tasks", f"leave --{name} out, or give --tasks")
+
+
+def _refuse_calibration(asked: _Asked) -> None:
+    if asked.calibration is not None:
+        raise UsageError(
+            f"{asked.selector} with {asked.keep} needs no calibration data",
+            "leave --calibration out, or give another --selector, --keep or --recovery",
+        )
 
 
 def _compare_texts(asked: _Asked, layers: bool, bar: "Progress") -> dict[str, Any]:
@@ -162,6 +177,7 @@ def _load_with_windows(asked: _Asked) -> "tuple[PreTrainedModel, Tensor]":
     """The augmented checkpoint as the runtime runs it, and its windows."""
     from mreader.evaluate import cut_windows, read_ids
 
+    _refuse_calibration(asked)
     open_augmented(asked.path)  # what is wrong with it is said first
     windows = cut_windows(read_ids(asked.given or Path(), asked.path), *asked.windows)
     model, _ = load_model(asked.path, asked.budget, asked.dtype, asked.device)
@@ -181,7 +197,9 @@ def _harness(asked: _Asked, bar: "Progress") -> "tuple[Harness, Job]":
     recovery = asked.recovery or ("map" if asked.selector == "reader" else "none")
     reader = reader_of(asked.path, budget.coordinates, budget.score, budget.rank)
     job = Job(asked.selector, asked.keep, recovery, budget.reads, reader=reader)
-    if job.needs_calibration and asked.calibration is None:
+    if not job.needs_calibration:
+        _refuse_calibration(asked)
+    elif asked.calibration is None:
         raise UsageError(
             f"{job.selector} with {job.keep} and {job.recovery} recovery needs calibration data",
             "give --calibration FILE",
@@ -220,6 +238,7 @@ def _run_tasks(
 
     if (asked.selector, asked.keep, asked.recovery) != ("reader", "topk", None):
         raise UsageError("tasks are for the reader as the model runs it", "leave out --selector, --keep and --recovery")
+    _refuse_calibration(asked)
     require_lm_eval()
     if folder is not None and not folder.is_dir():
         raise UsageError(f"{folder} is no folder", "name the folder that holds the tasks' YAML files")
