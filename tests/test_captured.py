@@ -108,7 +108,8 @@ def test_the_tokens_are_those_of_generate(name: str, converted: Callable[[str], 
     assert streamer.ended
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# gpt_oss is never captured on a GPU, where its experts are torch's. The oldest transformers would copy its mask.
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gpt_oss"])
 def test_a_step_asks_the_device_for_nothing(
     name: str, converted: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
