@@ -17,7 +17,7 @@ from mreader.progress import Progress
 from mreader.reader import ExpertLayer
 from mreader.sketch import draw_signs, sketch_matrices
 
-_STD = 0.02
+STD = 0.02  # of random weights
 # Enough of them that a replay reads several times what the L2 cache holds before it comes to a layer again
 _LAYERS, _FEWEST, _ROUTINGS = 6, 4, 4
 # Of a layer's native bytes: its sketch, twice while it is repacked, and the contiguous down weights of the peers
@@ -83,6 +83,33 @@ def augment_layer(gate_up: Tensor, down: Tensor, activation: str, options: Forma
     )
 
 
+def draw_layer(
+    shape: LayerShape, activation: str, options: FormatOptions, ordinal: int, device: torch.device
+) -> ExpertLayer:
+    """The layer of normal weights in BF16 that `ordinal` seeds, with a true sketch of them: see `augment_layer`."""
+    generator = torch.Generator(device).manual_seed(ordinal)
+    sizes = ((shape.experts, 2, shape.channels, shape.hidden), (shape.experts, shape.channels, shape.hidden))
+    gate_up, down = (
+        torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator) for size in sizes
+    )
+    return augment_layer(gate_up, down, activation, options, ordinal)
+
+
+def stored_parts(layer: ExpertLayer) -> dict[str, Tensor]:
+    """The tensors of a layer without biases by their names in the format: what `ExpertLayer.of` takes."""
+    return {
+        "gate_up_proj": layer.gate_up,
+        "down_proj": layer.down,
+        "sketch_codes": layer.codes,
+        "sketch_scales": layer.scales,
+        "sketch_errors": layer.errors,
+        "sketch_signs": layer.signs,
+        "down_norms": layer.down_norms,
+        "recovery_basis": layer.basis,
+        "recovery_coeffs": layer.coeffs,
+    }
+
+
 def draw_calls(shape: LayerShape, batch: int, layers: int, like: Tensor) -> list[Call]:
     """The calls of one replay: every layer once a routing, each with tokens and a routing of its own.
 
@@ -113,15 +140,8 @@ def count_layers(target: Target, free: int) -> int:
 
 
 def _draw_layers(target: Target, count: int, device: torch.device) -> Iterator[ExpertLayer]:
-    shape = target.layer
     for ordinal in range(count):
-        generator = torch.Generator(device).manual_seed(ordinal)
-        sizes = ((shape.experts, 2, shape.channels, shape.hidden), (shape.experts, shape.channels, shape.hidden))
-        gate_up, down = (
-            torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, _STD, generator=generator)
-            for size in sizes
-        )
-        yield augment_layer(gate_up, down, target.activation, target.options, ordinal)
+        yield draw_layer(target.layer, target.activation, target.options, ordinal, device)
 
 
 def _load_layers(target: Target, count: int, device: torch.device) -> Iterator[ExpertLayer]:

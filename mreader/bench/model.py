@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mreader.bench.layers import augment_layer
+from mreader.bench.layers import augment_layer, stored_parts
 from mreader.bench.shapes import ModelShape
 from mreader.bench.timing import require_cuda, time_steps
 from mreader.errors import UsageError
@@ -133,18 +133,7 @@ def augment_experts(module: Any, activation: str, options: FormatOptions, ordina
     E, H, I = module.down_proj.shape
     gate_up, down = module.gate_up_proj.data.view(E, 2, I, H), module.down_proj.data.view(E, I, H)
     layer = augment_layer(gate_up, down, activation, options, ordinal)
-    values = {
-        "gate_up_proj": layer.gate_up,
-        "down_proj": layer.down,
-        "sketch_codes": layer.codes,
-        "sketch_scales": layer.scales,
-        "sketch_errors": layer.errors,
-        "sketch_signs": layer.signs,
-        "down_norms": layer.down_norms,
-        "recovery_basis": layer.basis,
-        "recovery_coeffs": layer.coeffs,
-    }
-    for part, value in values.items():
+    for part, value in stored_parts(layer).items():
         setattr(module, part, nn.Parameter(value, requires_grad=False))
 
 
