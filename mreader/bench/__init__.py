@@ -1,1 +1,1 @@
-"""Measurements on a GPU: the decode block beside its dense peers, whole models, DRAM reads, and launch parameters."""
+"""Measurements: the decode block beside its dense peers, whole models, DRAM reads, servers, launch parameters."""

@@ -1,4 +1,4 @@
-"""mreader bench. What runs on the GPU is imported by the commands: it takes seconds."""
+"""mreader bench. What measures is imported by the commands: it takes seconds."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,13 +9,25 @@ from rich.table import Table
 
 from mreader.cli.console import err, key_values, out, percent, print_json, progress, size
 from mreader.cli.model import BudgetOptions
-from mreader.cli.options import Channels, Coordinates, Json, Quiet, Rank, ReadsBudget, Score, Verbose, verbosity
+from mreader.cli.options import (
+    AugmentedPath,
+    Channels,
+    Coordinates,
+    Json,
+    Quiet,
+    Rank,
+    ReadsBudget,
+    Score,
+    Verbose,
+    verbosity,
+)
 from mreader.errors import UsageError
 
 if TYPE_CHECKING:
     from mreader.bench.block import BlockBench
     from mreader.bench.model import ModelBench
     from mreader.bench.reads import ReadsRow
+    from mreader.bench.serve import ServeBench
     from mreader.bench.target import Target
     from mreader.budget import Budget
 
@@ -29,7 +41,7 @@ CheckpointOption = Annotated[
 Batch = Annotated[str | None, typer.Option(help="Numbers of tokens, like 1,2,4.")]
 Codes = Annotated[str | None, typer.Option(help="Code of random weights: ternary or quaternary.")]
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure on a GPU: the decode block, a whole model, DRAM reads.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: the decode block, a whole model, DRAM reads, a server.")
 
 
 @bench_app.command("block")
@@ -139,17 +151,63 @@ def reads_command(
         _print_reads(rows)
 
 
+@bench_app.command("serve")
+def serve_command(
+    path: AugmentedPath,
+    server: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- OPTIONS", help="Options of the servers, as `vllm serve` takes them.", show_default=False
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the source: measure stock vLLM on it as well.")
+    ] = None,
+    reads: ReadsBudget = None,
+    concurrency: Annotated[str | None, typer.Option(help="Numbers of users at a time, like 1,8,16.")] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
+    requests: Annotated[int, typer.Option(help="Requests of each user, one after the other.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file as well, like serve.png.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve OUT with vLLM, dense and then sparse, and time the tokens that users get."""
+    from mreader.bench.client import Load
+    from mreader.bench.plot import plot_serve, require_matplotlib
+    from mreader.bench.serve import CONCURRENCIES, bench_serve
+
+    concurrencies = parse_numbers(concurrency, CONCURRENCIES, "concurrency", "users")
+    load = Load(input_len, output_len, requests)
+    if plot is not None:
+        require_matplotlib()
+    with progress(verbosity(quiet, verbose)) as bar:
+        bench = bench_serve(path, source, reads, concurrencies, load, server or [], bar)
+    if plot is not None:
+        plot_serve(bench, plot)
+    if json:
+        print_json(bench.as_json())
+    else:
+        _print_serve(bench)
+
+
 def parse_batches(text: str | None, default: tuple[int, ...]) -> list[int]:
-    """The numbers in "1,2,4", ascending, each once. UsageError where it is not that."""
+    """The batches in "1,2,4": see `parse_numbers`."""
+    return parse_numbers(text, default, "batch", "tokens")
+
+
+def parse_numbers(text: str | None, default: tuple[int, ...], name: str, what: str) -> list[int]:
+    """The numbers in "1,2,4", ascending, each once. UsageError where it is not that, or one is below 1."""
     if text is None:
         return list(default)
     try:
-        batches = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise UsageError(f"batch is {text}", "give numbers of tokens, like 1,2,4") from error
-    if batches[0] < 1:
-        raise UsageError(f"batch is {text}", "a batch has at least one token")
-    return batches
+        raise UsageError(f"{name} is {text}", f"give numbers of {what}, like 1,2,4") from error
+    if numbers[0] < 1:
+        raise UsageError(f"{name} is {text}", f"give numbers of {what} from 1 on")
+    return numbers
 
 
 def resolvable_budget(target: "Target", given: BudgetOptions) -> "Budget":
@@ -227,4 +285,30 @@ def _print_reads(rows: "list[ReadsRow]") -> None:
     for row in rows:
         parts = [size(row.kernels.get(kernel, 0)) for kernel in kernels]
         table.add_row(str(row.batch), size(row.counted), size(row.measured), f"{row.ratio:.3f}", *parts)
+    out.print(table)
+
+
+def _print_serve(bench: "ServeBench") -> None:
+    load = bench.load
+    out.print(
+        key_values(
+            {
+                "load": f"{load.requests} prompts of {load.input_len} tokens a user, answers of {load.output_len}",
+                "GPUs": str(bench.gpus),
+                **{measured.engine.name: measured.reads or measured.engine.model for measured in bench.engines},
+            }
+        )
+    )
+    table = Table("users", "engine", "ms a token", "ratio", "first ms", "tokens/s a user", "tokens/s a GPU", box=None)
+    for rows in zip(*(measured.rows for measured in bench.engines), strict=True):
+        for measured, row in zip(bench.engines, rows, strict=True):
+            table.add_row(
+                str(row.concurrency),
+                measured.engine.name,
+                f"{1e3 * row.tpot:.2f}",
+                f"{bench.ratio(row):.2f}x",
+                f"{1e3 * row.ttft:.0f}",
+                f"{row.user_rate:,.1f}",
+                f"{bench.gpu_rate(row):,.0f}",
+            )
     out.print(table)

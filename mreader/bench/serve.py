@@ -1,0 +1,278 @@
+"""vLLM as a server on one augmented checkpoint, dense and sparse, one after the other, under the same load."""
+
+import argparse
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from mreader.bench.client import Client, Load, Served
+from mreader.errors import MreaderError, UsageError
+from mreader.formats.augmented import open_augmented
+from mreader.progress import Progress
+from mreader.vllm.budget import DENSE, READS
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32)
+_SERVER = "vllm.entrypoints.openai.api_server"
+_READY_WITHIN = 3600  # seconds: large models are read from slow disks, and compiled
+_ENDS_WITHIN = 30
+_REPORTED = re.compile(r"mreader: a decoded token reads (.+)")
+_ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+)")
+_BUDGET = re.compile(r'"mreader"|^--hf.overrides\.mreader')
+_GPUS = (
+    ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"),
+    ("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"),
+    ("--data-parallel-size", "--data_parallel_size", "-dp"),
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server to measure.
+
+    name:  "source", "dense" or "sparse"
+    model: folder, or for the source also a Hub id
+    reads: what MREADER_READS says to it; empty for the checkpoint's own budget, or another checkpoint
+    """
+
+    name: str
+    model: str
+    reads: str = ""
+
+    def command(self, port: int, options: Sequence[str]) -> list[str]:
+        """What starts it, under the running Python. `vllm serve` is the same, but not in every build of vLLM."""
+        own = ["--model", self.model, "--host", "127.0.0.1", "--port", str(port)]
+        return [sys.executable, "-m", _SERVER, *own, *options]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one engine did.
+
+    reads: in its own words, of its log; None where it says nothing
+    """
+
+    engine: Engine
+    reads: str | None
+    rows: list[Served]
+
+
+@dataclass(frozen=True)
+class ServeBench:
+    """A whole measurement: the engines in the order in which they ran, of which `dense` is what others compare with."""
+
+    load: Load
+    gpus: int
+    engines: list[Measured]
+
+    def ratio(self, row: Served) -> float:
+        """How many times as long as `row`'s a token of the dense engine takes, with as many users."""
+        (dense,) = (measured for measured in self.engines if measured.engine.name == DENSE)
+        return next(other.tpot for other in dense.rows if other.concurrency == row.concurrency) / row.tpot
+
+    def gpu_rate(self, row: Served) -> float:
+        """Tokens of all answers a second and GPU."""
+        return row.throughput / self.gpus
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        engines = [
+            {
+                "name": measured.engine.name,
+                "model": measured.engine.model,
+                "reads": measured.reads,
+                "rows": [
+                    {
+                        "concurrency": row.concurrency,
+                        "tpot_ms": 1e3 * row.tpot,
+                        "ttft_ms": 1e3 * row.ttft,
+                        "tokens_per_second_per_user": row.user_rate,
+                        "tokens_per_second_per_gpu": self.gpu_rate(row),
+                        "ratio": self.ratio(row),
+                    }
+                    for row in measured.rows
+                ],
+            }
+            for measured in self.engines
+        ]
+        return {**asdict(self.load), "gpus": self.gpus, "engines": engines}
+
+
+def find_engines(out: Path, source: str | None, reads: float | None) -> list[Engine]:
+    """The engines of an augmented checkpoint, with its source where that is given."""
+    stock = [] if source is None else [Engine("source", source)]
+    budget = "" if reads is None else str(reads)
+    return [*stock, Engine(DENSE, str(out), DENSE), Engine("sparse", str(out), budget)]
+
+
+def count_gpus(options: Sequence[str]) -> int:
+    """How many GPUs a server with these options takes. UsageError where one of them is no number."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in _GPUS:
+        parser.add_argument(*names, type=int, default=1)
+    try:
+        sizes, _ = parser.parse_known_args(options)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}", "see `vllm serve --help`") from error
+    return math.prod(vars(sizes).values())
+
+
+def refuse_budget(options: Sequence[str]) -> None:
+    """UsageError where options of the servers say what to read: it would hold for the dense one as well."""
+    if said := next((option for option in options if _BUDGET.search(option)), None):
+        raise UsageError(f"{said} says what to read, also to the dense engine", "give --reads to `mreader bench serve`")
+
+
+def require_vllm() -> None:
+    """UsageError where it is not installed."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "vLLM is not installed here, and this command measures it",
+            "install vLLM 0.25 or newer as its documentation says, and mreader beside it",
+        )
+
+
+def bench_serve(
+    out: Path,
+    source: str | None,
+    reads: float | None,
+    concurrencies: Sequence[int],
+    load: Load,
+    options: Sequence[str],
+    progress: Progress,
+) -> ServeBench:
+    """Serve and measure, engine by engine.
+
+    reads:         the sparse engine's budget as a fraction of the dense reads, None for the checkpoint's own
+    concurrencies: users at a time
+    options:       of the servers
+
+    Raises what `open_augmented` raises, UsageError without vLLM or for options that contradict the engines, and
+    MreaderError where a server does not start or breaks off, with its own words.
+    """
+    refuse_budget(options)
+    gpus = count_gpus(options)
+    vocabulary = _vocabulary(open_augmented(out).checkpoint.config)
+    require_vllm()
+    logs = Path(mkdtemp(prefix="mreader-serve-"))
+    engines = find_engines(out, source, reads)
+    progress.begin("serving", len(engines) * len(concurrencies), "measurements")
+    measured = [
+        _measure(engine, concurrencies, load, options, vocabulary, logs / f"{engine.name}.log", progress)
+        for engine in engines
+    ]
+    shutil.rmtree(logs)  # after a failure they stay, and the error says where
+    return ServeBench(load, gpus, measured)
+
+
+def _measure(
+    engine: Engine,
+    concurrencies: Sequence[int],
+    load: Load,
+    options: Sequence[str],
+    vocabulary: int,
+    log: Path,
+    progress: Progress,
+) -> Measured:
+    rows = []
+    with serving(engine.command, {READS: engine.reads}, options, log, engine.name) as url:
+        client = Client.of(url, vocabulary)
+        for concurrency in concurrencies:
+            # The first steps of a new size compile kernels.
+            client.measure(concurrency, replace(load, requests=1))
+            row = client.measure(concurrency, load)
+            progress.note(
+                f"{engine.name}, {concurrency} at a time: {1e3 * row.tpot:.2f} ms a token, "
+                f"the first after {1e3 * row.ttft:.0f} ms"
+            )
+            progress.advance(1)
+            rows.append(row)
+    found = _REPORTED.search(log.read_text(errors="replace"))
+    return Measured(engine, found[1] if found else None, rows)
+
+
+def _vocabulary(config: dict[str, Any]) -> int:
+    """Of a model's tokens the lower half: placeholders of images and the like are at the end."""
+    return max(int(config.get("text_config", config)["vocab_size"]) // 2, 1)
+
+
+@contextmanager
+def serving(
+    command: Callable[[int, Sequence[str]], list[str]],
+    environment: dict[str, str],
+    options: Sequence[str],
+    log: Path,
+    name: str,
+) -> Iterator[str]:
+    """A server while the block lasts; its URL. Its whole process group ends with the block, however that ends.
+
+    command:     a free port and `options` -> what starts it
+    environment: on top of this process's
+    log:         what it prints
+
+    Raises MreaderError where it ends before it answers.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stopped = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command(port, options),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_it_answers(server, f"{url}/health", log, name)
+            yield url
+        finally:
+            _end(server)
+            signal.signal(signal.SIGTERM, stopped)
+
+
+def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path, name: str) -> None:
+    end = time.monotonic() + _READY_WITHIN
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            why = describe_failure(log.read_text(errors="replace"))
+            raise MreaderError(f"the {name} server ended with status {server.returncode}: {why}", f"its log is {log}")
+        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    raise MreaderError(f"the {name} server did not answer within {_READY_WITHIN} s", f"its log is {log}")
+
+
+def describe_failure(log: str) -> str:
+    """Why a server failed: the error of the first traceback in its log, or else the log's last lines."""
+    _, traced, after = log.partition("Traceback (most recent call last)")
+    if traced and (error := _ERROR.search(after)):
+        return error[1]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return " | ".join(lines[-3:]) or "it printed nothing"
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End a server and all that it has started."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):  # the second one also for children that outlive it
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, kind)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_ENDS_WITHIN)
