@@ -23,7 +23,7 @@ from mreader.formats.codes import QUATERNARY, TERNARY, Code
 from mreader.reader import ExpertLayer, ReadSettings, read
 from mreader.vllm.budget import choose_budget
 from mreader.vllm.checkpoint import layer_number, open_routed
-from mreader.vllm.phases import decoding_rows
+from mreader.vllm.phases import only_decodes, split_rows
 from mreader.vllm.shards import Shard, read_share
 
 FIELDS = {
@@ -53,23 +53,27 @@ class TestPhases:
         return {"layer": SimpleNamespace(max_query_len=max(lengths), query_start_loc=starts)}
 
     def test_nothing_decodes_while_vllm_warms_up(self) -> None:
-        assert decoding_rows(None, 8) is False
+        assert not only_decodes(None)
+        assert split_rows(None, 8) is None
 
-    def test_a_step_of_single_tokens_decodes(self) -> None:
-        assert decoding_rows(self._step(1, 1, 1), 3) is True
+    @pytest.mark.parametrize(("lengths", "only"), [((1, 1, 1), True), ((1,), True), ((5, 2), False), ((1, 2), False)])
+    def test_a_step_of_single_tokens_only_decodes(self, lengths: tuple[int, ...], only: bool) -> None:
+        assert only_decodes(self._step(*lengths)) == only
 
-    def test_a_step_of_prompts_does_not(self) -> None:
-        assert decoding_rows(self._step(5, 2), 7) is False
+    def test_a_step_of_prompts_has_nothing_to_decode(self) -> None:
+        assert split_rows(self._step(5, 2), 7) is None
 
     def test_a_mixed_step_decodes_the_single_tokens_and_no_padding(self) -> None:
-        rows = decoding_rows(self._step(1, 3, 1, 1), 8)
-        assert isinstance(rows, torch.Tensor)
-        assert rows.tolist() == [True, False, False, False, True, True, False, False]
+        rows = split_rows(self._step(1, 3, 1, 1), 8)
+        assert rows is not None
+        assert rows.decoded.tolist() == [0, 4, 5]
+        assert rows.others.tolist() == [1, 2, 3, 6, 7]
 
     def test_layers_that_say_nothing_of_queries_are_passed_over(self) -> None:
         linear = {"linear": SimpleNamespace(num_decodes=1)}
-        assert decoding_rows({**linear, **self._step(1)}, 1) is True
-        assert decoding_rows(linear, 1) is False
+        assert only_decodes({**linear, **self._step(1)})
+        assert not only_decodes(linear)
+        assert split_rows(linear, 1) is None
 
 
 class TestRanks:

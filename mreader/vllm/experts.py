@@ -30,7 +30,7 @@ from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.exact import exact
 from mreader.reader import ExpertLayer, ReadSettings
 from mreader.vllm.checkpoint import RoutedCheckpoint
-from mreader.vllm.phases import decoding_rows
+from mreader.vllm.phases import Rows, only_decodes, split_rows
 from mreader.vllm.shards import Shard, read_share
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.mreader")  # vLLM shows what loggers below its own name say
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
+_SPLIT = "mreader_rows"  # in the forward context, which is a step's
 _TOKENS_AT_ONCE = 128  # as mreader.experts: what the kernels keep of a token is one to three MB
 
 
@@ -137,23 +138,20 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
-        decoding = self._decoding(len(x))
-        with current(x.device):
-            if decoding is False or (decoding is True and self._is_faster_dense(x, ids)):
-                return self._dense(x, ids, weights)
-            if decoding is True:
-                return self._sparse(x, ids, weights)
-            y = torch.empty_like(x)
-            for rows, forward in ((decoding, self._sparse), (~decoding, self._dense)):
-                y[rows] = forward(x[rows], ids[rows], weights[rows])
-            return y
-
-    def _decoding(self, rows: int) -> Tensor | bool:
         context = get_forward_context()
-        # A PIECEWISE graph is recorded once for every mixture of prompts and decoding.
-        if self.settings is None or context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
-            return False
-        return decoding_rows(context.attn_metadata, rows)
+        with current(x.device):
+            if self.settings is None:
+                return self._dense(x, ids, weights)
+            if only_decodes(context.attn_metadata) and context.cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE:
+                forward = self._dense if self._is_faster_dense(x, ids) else self._sparse
+                return forward(x, ids, weights)
+            rows = None if _is_recorded(context, x) else _split_once(context, len(x))
+            if rows is None:
+                return self._dense(x, ids, weights)
+            y = torch.empty_like(x)
+            for part, forward in ((rows.decoded, self._sparse), (rows.others, self._dense)):
+                y[part] = forward(x[part], ids[part], weights[part])
+            return y
 
     def _sparse(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         assert self.settings is not None
@@ -208,6 +206,22 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.number == min(self.checkpoint.layers):
             logger.info("mreader: a decoded token reads %s", _in_words(settings, shape))
         return settings
+
+
+def _is_recorded(context: Any, x: Tensor) -> bool:
+    """Whether a graph that holds the step will be replayed for other mixtures of prompts and decoding."""
+    return context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or (
+        x.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _split_once(context: Any, rows: int) -> Rows | None:
+    """`split_rows` of the step, which the first layer works out for all."""
+    known = context.additional_kwargs
+    if _SPLIT not in known:
+        known[_SPLIT] = split_rows(context.attn_metadata, rows)
+    found: Rows | None = known[_SPLIT]
+    return found
 
 
 def _in_words(settings: ReadSettings | None, shape: BlockShape) -> str:
