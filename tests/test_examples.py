@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mreader
+from mreader.formats.augmented import open_augmented
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,3 +49,22 @@ def test_olmoe_tiny_is_as_good_as_its_card_says(olmoe_tiny: Path) -> None:
         loss = float(model(input_ids=ids, labels=ids).loss)
     assert loss == pytest.approx(3.107, abs=0.005)
     assert model.num_parameters() == 7_901_440
+
+
+@pytest.mark.slow
+def test_random_checkpoint_writes_one_layer_of_a_real_model(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "olmoe", tmp_path / "out"]
+    subprocess.run([*command, "--layers", "1", "--channels", "0.2", "--device", "cpu"], check=True, capture_output=True)
+    opened = open_augmented(tmp_path / "out")
+    (layer,) = opened.architecture.layers
+    assert (layer.experts, layer.hidden, layer.channels) == (64, 2048, 1024)
+    assert opened.options.channels == 0.2
+
+
+def test_random_checkpoint_names_the_shapes_that_it_knows(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "olmoe-2", tmp_path / "out"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[0] == "error: there is no shape olmoe-2"
+    assert "qwen3-30b-a3b" in ran.stderr
+    assert not (tmp_path / "out").exists()

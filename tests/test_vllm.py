@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,11 +25,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_tiny
+from commands import mreader as mreader_command
 from sources import edit_json, edit_shard
 from transformers import AutoModelForCausalLM
 
 import mreader
+from mreader.bench.checkpoint import write_random
+from mreader.bench.shapes import SHAPES, ModelShape
 from mreader.errors import SourceError, UnsupportedError, UsageError
+from mreader.formats.augmented import FormatOptions
+from mreader.kernels.tuning import LayerShape
+from mreader.progress import Progress
 
 HAS_VLLM = find_spec("vllm") is not None
 pytestmark = [
@@ -303,6 +310,36 @@ class TestServer:
         assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
         assert len(events) > 8
         assert lines[-2:] == ["[DONE]", ""]
+
+
+def test_bench_serve_measures_dense_and_sparse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    load = ("--concurrency", "1,2", "--input-len", "9", "--output-len", "8", "--requests", "2", "--reads", "0.35")
+    server = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "96")
+    ran = mreader_command("bench", "serve", folder / "olmoe-mreader", *load, "--json", "--", *server)
+    assert ran.code == 0, ran.err
+    dense, sparse = json.loads(ran.out)["engines"]
+    assert dense["reads"] == "all of its experts' 512 channels, dense"
+    assert re.fullmatch(
+        r"\d+ of its experts' 512 channels, 80 coordinates, score variance: 3[45]\.\d\d %", sparse["reads"]
+    )
+    for engine in (dense, sparse):
+        assert [row["concurrency"] for row in engine["rows"]] == [1, 2]
+        assert all(row["tpot_ms"] > 0 and row["ttft_ms"] > 0 for row in engine["rows"])
+
+
+def test_a_checkpoint_of_random_weights_is_served(tmp_path: Path) -> None:
+    """It has no tokenizer, and experts that are the same in every layer."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4}
+    more = {"vocab_size": 1000, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**SHAPES["qwen3-30b-a3b"].config, **sizes, **more, "head_dim": 64, "max_position_embeddings": 96}
+    shape = ModelShape("tiny", LayerShape(16, 4, 256, 96), 2, "silu", "qwen3_moe", config)
+    write_random(tmp_path / "random", shape, FormatOptions(channels=1.0), torch.device("cpu"), Progress())
+    every = {"channels": 1.0}
+    tokens = served(tmp_path / "random", json.dumps(every))
+    assert tokens == generated(tmp_path / "random", every)
+    assert all(len(set(answer)) > 3 for answer in tokens)
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str) -> None:

@@ -261,12 +261,13 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path,
 
 
 def describe_failure(log: str) -> str:
-    """Why a server failed: the error of the first traceback in its log, or else the log's last lines."""
-    _, traced, after = log.partition("Traceback (most recent call last)")
-    if traced and (error := _ERROR.search(after)):
+    """Why a server failed: the error of the first traceback in its log, or of its last line, or else its last lines."""
+    _, _, traced = log.partition("Traceback (most recent call last)")
+    if error := _ERROR.search(traced):
         return error[1]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return " | ".join(lines[-3:]) or "it printed nothing"
+    told = 1 if lines and " error: " in lines[-1] else 3
+    return " | ".join(lines[-told:]) or "it printed nothing"
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
