@@ -1,5 +1,6 @@
 """What a conversion will write, from headers alone: shards, sizes, memory."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,12 @@ from mreader.formats.safetensors_file import HASHED_AT_ONCE, TensorSpec, encode_
 
 MAX_SHARD_BYTES = 5_000_000_000  # the Hub's own default
 MOVED_AT_ONCE = 1 << 26  # bytes of weights that are written as they are
+# Threads that move weights, each in a shard of its own: one alone transposes no faster than a disk writes, and two
+# would be in the way of what is computed where there are no more cores.
+MOVERS = 2 if len(os.sched_getaffinity(0)) > 2 else 1
 # What a process takes that converts a layer of no size: Python, torch, float32 chunks of an expert a thread; weights
 # that move, mapped and transposed; what the threads hash: eight of the source, three of shards that are not whole yet.
-_BASE_MEMORY = 700_000_000 + 2 * MOVED_AT_ONCE + 11 * HASHED_AT_ONCE
+_BASE_MEMORY = 700_000_000 + 2 * MOVERS * MOVED_AT_ONCE + 11 * HASHED_AT_ONCE
 # Of quantized weights: experts on their way through `mreader.augment`, its threads' last ones included, and what is
 # needed beside a dequantized tensor, in its own size.
 _EXPERTS_ON_THE_WAY, _DEQUANTIZING_COPIES = 32, 3
@@ -136,4 +140,9 @@ def _nbytes(tensors: dict[str, TensorSpec]) -> int:
 def _name_shards(groups: list[dict[str, TensorSpec]]) -> Iterator[Shard]:
     for i, tensors in enumerate(groups, 1):
         name = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        yield Shard(name, tensors)
+        yield Shard(name, _moving_first(tensors))
+
+
+def _moving_first(tensors: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What is computed stands behind what only moves: a file is hashed as it grows, and would wait at a gap."""
+    return dict(sorted(tensors.items(), key=lambda item: item[0].rpartition(".")[2] in SKETCH + RECOVERY))

@@ -1,4 +1,4 @@
-"""Writing the shards of a plan: a thread moves the weights that stay as they are, while the rest is computed.
+"""Writing the shards of a plan: threads move the weights that stay as they are, while the rest is computed.
 
 Moving takes no torch, so it begins before torch is imported.
 """
@@ -21,7 +21,7 @@ from mreader.formats.augmented import layer_tensors
 from mreader.formats.bits import Bits, non_finite, non_finite_row, refuse_non_finite, row_major
 from mreader.formats.checkpoint import Checkpoint
 from mreader.formats.safetensors_file import FileRecord, HashingFile, data_begins, encode_header
-from mreader.plan import MOVED_AT_ONCE, RECOVERY, SHARD_METADATA, SKETCH, Plan, Shard
+from mreader.plan import MOVED_AT_ONCE, MOVERS, RECOVERY, SHARD_METADATA, SKETCH, Plan, Shard
 from mreader.progress import Progress
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _Begun:
 
 
 class ShardWriter:
-    """Writes shards of `plan`, one after the other: a thread moves their weights, the caller has the rest computed.
+    """Writes shards of `plan`, one after the other: threads move their weights, the caller has the rest computed.
 
     shards:  those to write, in order
     scratch: folder for what is not whole yet
@@ -83,7 +83,7 @@ class ShardWriter:
         }
         self._begun: dict[int, _Begun] = {}
         self._files = ExitStack()
-        self._mover = ThreadPoolExecutor(1)
+        self._movers = ThreadPoolExecutor(MOVERS)
         self._left = Event()
 
     def __enter__(self) -> ShardWriter:
@@ -107,7 +107,7 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        self._mover.shutdown(cancel_futures=True)
+        self._movers.shutdown(cancel_futures=True)
         self._files.close()
 
     def origins(self, shard: Shard) -> list[str]:
@@ -122,7 +122,7 @@ class ShardWriter:
     def _open(self, shard: Shard) -> _Begun:
         file = HashingFile(self._scratch / f"{shard.name}.part", self._target / shard.name)
         self._files.enter_context(file)
-        return _Begun(file, self._mover.submit(self._move, shard, file))
+        return _Begun(file, self._movers.submit(self._move, shard, file))
 
     def _move(self, shard: Shard, file: HashingFile) -> None:
         header = encode_header(shard.tensors, SHARD_METADATA)

@@ -26,6 +26,7 @@ from mreader.convert import plan_conversion
 from mreader.errors import SourceError
 from mreader.hashing import BackgroundHashes
 from mreader.output import claimed
+from mreader.plan import RECOVERY, SKETCH
 from mreader.progress import Progress
 
 PARTS = {
@@ -198,6 +199,14 @@ def test_the_plan_promises_enough_room(source: Path, out: Path) -> None:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert size <= plan.nbytes <= size + 300_000
     assert {shard.name: shard.nbytes for shard in plan.shards} == {p.name: p.stat().st_size for p in shards(out)}
+
+
+def test_what_is_computed_stands_behind_what_only_moves(source: Path) -> None:
+    """In every shard: its file is hashed as it grows, and computing comes last."""
+    shards = plan_conversion(source, max_shard_bytes=500_000).shards
+    computed = [[name.rpartition(".")[2] in SKETCH + RECOVERY for name in shard.tensors] for shard in shards]
+    assert computed == [sorted(parts) for parts in computed]
+    assert any(len(set(parts)) == 2 for parts in computed)
 
 
 @pytest.fixture(scope="module")
