@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,10 @@ class Run:
 
 
 def make_source(folder: Path, shape: dict[str, Any], layers: int, shards: int) -> None:
-    """A random BF16 checkpoint of `layers` layers, its tensors dealt out to `shards` files."""
+    """A random BF16 checkpoint of `layers` layers, its tensors dealt out to `shards` files.
+
+    Each tensor is a stretch of one long row of normal numbers, from a random place on: drawing all takes minutes.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -57,11 +61,17 @@ def make_source(folder: Path, shape: dict[str, Any], layers: int, shards: int) -
         for part in ("gate", "up", "down")
     ]
     per_shard = -(-len(names) // shards)
-    where = {}
+    normal = (torch.randn(16 * H * I) * 0.02).to(torch.bfloat16)
+    where: dict[str, str] = {}
+
+    def stretch(rows: int, columns: int) -> torch.Tensor:
+        begin = random.randrange(len(normal) - rows * columns)
+        return normal[begin : begin + rows * columns].view(rows, columns).clone()
+
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(names[i * per_shard : (i + 1) * per_shard])
-        save_file({n: torch.randn(s, dtype=torch.bfloat16) * 0.02 for n, s in part.items()}, folder / file)
+        save_file({n: stretch(*s) for n, s in part.items()}, folder / file)
         where |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     config = {
