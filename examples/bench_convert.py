@@ -127,6 +127,7 @@ def main() -> None:
                 shutil.rmtree(folder / "out", ignore_errors=True)
                 if what == "copy":
                     (folder / "out").mkdir()
+                os.sync()  # what the disk still has to do for the one before is not this one's
                 result = run(command)
                 print(f"{what:8} {result.seconds:8.2f} {size / result.seconds / 1e9:6.2f} {result.peak / 1e9:8.2f}")
 
