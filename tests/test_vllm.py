@@ -315,7 +315,7 @@ class TestServer:
 def test_bench_serve_measures_dense_and_sparse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    load = ("--concurrency", "1,2", "--input-len", "9", "--output-len", "8", "--requests", "2", "--reads", "0.35")
+    load = ("--concurrency", "1,2", "--input-len", "9", "--output-len", "32", "--requests", "2", "--reads", "0.35")
     server = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "96")
     ran = mreader_command("bench", "serve", folder / "olmoe-mreader", *load, "--json", "--", *server)
     assert ran.code == 0, ran.err
