@@ -120,8 +120,11 @@ def test_a_load_that_cannot_be(wrong: dict[str, int]) -> None:
 # Servers
 
 
-def fake_command(port: int, options: Sequence[str]) -> list[str]:
-    return [sys.executable, str(SERVER), "--port", str(port), *options]
+class FakeEngine(Engine):
+    """What it starts is a server without vLLM."""
+
+    def command(self, port: int, options: Sequence[str]) -> list[str]:
+        return [sys.executable, str(SERVER), "--port", str(port), *options]
 
 
 def is_running(process: int) -> bool:
@@ -135,7 +138,7 @@ def test_a_server_ends_with_its_block_and_so_does_what_it_has_started(failing: b
     options = ["--child", str(child)]
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with serving(fake_command, {"MREADER_READS": ""}, options, tmp_path / "log", "sparse") as url:
+        with serving(FakeEngine("sparse", "out"), options, tmp_path / "log") as url:
             assert Client.of(url, 50).measure(1, SMALL).concurrency == 1
             assert is_running(int(child.read_text()))
             if failing:
@@ -149,10 +152,16 @@ def test_a_server_ends_with_its_block_and_so_does_what_it_has_started(failing: b
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serving(FakeEngine("sparse", "out"), [], tmp_path / "log") as url:
+        assert Client.of(url, 50).measure(1, SMALL).concurrency == 1
+
+
 def test_a_server_ends_when_this_process_is_told_to(tmp_path: Path) -> None:
     with (
         pytest.raises(SystemExit) as exit,
-        serving(fake_command, {"MREADER_READS": ""}, [], tmp_path / "log", "sparse") as url,
+        serving(FakeEngine("sparse", "out"), [], tmp_path / "log") as url,
     ):
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit.value.code == 128 + signal.SIGTERM
@@ -165,7 +174,7 @@ def test_a_server_that_does_not_start_is_quoted_and_its_log_named(tmp_path: Path
         pytest.raises(
             MreaderError, match="the dense server ended with status 1: MemoryError: no room for the cache"
         ) as error,
-        serving(fake_command, {}, ["--die"], tmp_path / "log", "dense"),
+        serving(FakeEngine("dense", "out"), ["--die"], tmp_path / "log"),
     ):
         pass
     assert error.value.remedy == f"its log is {tmp_path / 'log'}"
@@ -237,7 +246,7 @@ def test_other_overrides_are_not() -> None:
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "command", lambda self, port, options: fake_command(port, options))
+    monkeypatch.setattr(serve, "Engine", FakeEngine)
     monkeypatch.setattr(serve, "find_spec", lambda name: object())
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from mreader.errors import MreaderError, UsageError
 
 _PATIENCE = 600  # seconds between two tokens
+# Whatever proxy the environment names, it is not for a server on this machine.
+open_here = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Client:
 
 def _open(request: urllib.request.Request) -> Any:
     try:
-        return urllib.request.urlopen(request, timeout=_PATIENCE)
+        return open_here(request, timeout=_PATIENCE)
     except urllib.error.HTTPError as error:
         raise MreaderError(f"the server refuses: {error.read().decode(errors='replace')}", "see its log") from error
     except OSError as error:

@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from mreader.bench.client import Client, Load, Served
+from mreader.bench.client import Client, Load, Served, open_here
 from mreader.errors import MreaderError, UsageError
 from mreader.formats.augmented import open_augmented
 from mreader.progress import Progress
@@ -189,7 +187,7 @@ def _measure(
     progress: Progress,
 ) -> Measured:
     rows = []
-    with serving(engine.command, {READS: engine.reads}, options, log, engine.name) as url:
+    with serving(engine, options, log) as url:
         client = Client.of(url, vocabulary)
         for concurrency in concurrencies:
             # The first steps of a new size compile kernels.
@@ -211,18 +209,10 @@ def _vocabulary(config: dict[str, Any]) -> int:
 
 
 @contextmanager
-def serving(
-    command: Callable[[int, Sequence[str]], list[str]],
-    environment: dict[str, str],
-    options: Sequence[str],
-    log: Path,
-    name: str,
-) -> Iterator[str]:
-    """A server while the block lasts; its URL. Its whole process group ends with the block, however that ends.
+def serving(engine: Engine, options: Sequence[str], log: Path) -> Iterator[str]:
+    """The engine's server while the block lasts; its URL. Its process group ends with the block, however that ends.
 
-    command:     a free port and `options` -> what starts it
-    environment: on top of this process's
-    log:         what it prints
+    log: what it prints
 
     Raises MreaderError where it ends before it answers.
     """
@@ -232,32 +222,34 @@ def serving(
     stopped = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command(port, options),
+            engine.command(port, options),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**os.environ, READS: engine.reads},
             start_new_session=True,
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_it_answers(server, f"{url}/health", log, name)
+            _wait_until_it_answers(server, url, engine, log)
             yield url
         finally:
             _end(server)
             signal.signal(signal.SIGTERM, stopped)
 
 
-def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path, name: str) -> None:
+def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str, engine: Engine, log: Path) -> None:
     end = time.monotonic() + _READY_WITHIN
     while time.monotonic() < end:
         if server.poll() is not None:
             why = describe_failure(log.read_text(errors="replace"))
-            raise MreaderError(f"the {name} server ended with status {server.returncode}: {why}", f"its log is {log}")
-        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
+            raise MreaderError(
+                f"the {engine.name} server ended with status {server.returncode}: {why}", f"its log is {log}"
+            )
+        with suppress(OSError), open_here(f"{url}/health", timeout=5):
             return
         time.sleep(0.5)
-    raise MreaderError(f"the {name} server did not answer within {_READY_WITHIN} s", f"its log is {log}")
+    raise MreaderError(f"the {engine.name} server did not answer within {_READY_WITHIN} s", f"its log is {log}")
 
 
 def describe_failure(log: str) -> str:
