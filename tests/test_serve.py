@@ -29,10 +29,11 @@ from mreader.bench.serve import (
     count_gpus,
     describe_failure,
     find_engines,
+    prompt_tokens,
     refuse_budget,
     serving,
 )
-from mreader.errors import MreaderError, UsageError
+from mreader.errors import MreaderError, SourceError, UsageError
 from mreader.progress import Progress
 
 SERVER = Path(__file__).with_name("completions_server.py")
@@ -248,6 +249,15 @@ def test_other_overrides_are_not() -> None:
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "Engine", FakeEngine)
     monkeypatch.setattr(serve, "find_spec", lambda name: object())
+
+
+def test_prompts_are_of_the_lower_half_of_the_text_model_s_tokens() -> None:
+    text = {"vocab_size": 101}
+    assert prompt_tokens({"model_type": "qwen3_moe", **text}) == 50
+    assert prompt_tokens({"model_type": "qwen3_vl_moe", "text_config": text}) == 50
+    assert prompt_tokens({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": text}}) == 50
+    with pytest.raises(SourceError, match=r"vocab_size of config\.json is None"):
+        prompt_tokens({"model_type": "qwen3_moe"})
 
 
 def test_engines_and_what_they_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -19,7 +19,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 from mreader.bench.client import Client, Load, Served, open_here
-from mreader.errors import MreaderError, UsageError
+from mreader.errors import MreaderError, SourceError, UsageError
+from mreader.formats.architectures import text_config
 from mreader.formats.augmented import open_augmented
 from mreader.progress import Progress
 from mreader.vllm.budget import DENSE, READS
@@ -164,7 +165,7 @@ def bench_serve(
     """
     refuse_budget(options)
     gpus = count_gpus(options)
-    vocabulary = _vocabulary(open_augmented(out).checkpoint.config)
+    vocabulary = prompt_tokens(open_augmented(out).checkpoint.config)
     require_vllm()
     logs = Path(mkdtemp(prefix="mreader-serve-"))
     engines = find_engines(out, source, reads)
@@ -203,9 +204,12 @@ def _measure(
     return Measured(engine, found[1] if found else None, rows)
 
 
-def _vocabulary(config: dict[str, Any]) -> int:
-    """Of a model's tokens the lower half: placeholders of images and the like are at the end."""
-    return max(int(config.get("text_config", config)["vocab_size"]) // 2, 1)
+def prompt_tokens(config: Mapping[str, Any]) -> int:
+    """Prompts are of tokens below this: the lower half of a model's; placeholders of images and the like come last."""
+    size = text_config(config).get("vocab_size")
+    if not isinstance(size, int) or size < 2:
+        raise SourceError(f"vocab_size of config.json is {size!r}", "restore it from the source's config.json")
+    return size // 2
 
 
 @contextmanager
