@@ -47,7 +47,7 @@ _COMMANDS = {
         "List the model types, how their experts lie on disk, and which types cannot be converted, with the reason.",
     ),
     "tune": ("tune:tune_command", "Find the fastest launch parameters of every kernel on this GPU, and keep them."),
-    "bench": ("bench:bench_app", "Measure on a GPU: the decode block, a whole model, DRAM reads."),
+    "bench": ("bench:bench_app", "Measure: the decode block, a whole model, DRAM reads, a server."),
 }
 
 
