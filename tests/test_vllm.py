@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,32 @@ def test_an_answer_does_not_depend_on_what_is_served_beside_it(folder: Path, mon
                     answers[answer.request_id] = list(answer.outputs[0].token_ids)
     alone = served(folder / "olmoe-mreader", json.dumps(QUARTER))
     assert [answers[number] for number in sorted(answers)] == alone
+
+
+@pytest.mark.parametrize(
+    ("runtime", "longest", "capturing", "graphs", "expected"),
+    [
+        ("NONE", 1, False, "FULL_AND_PIECEWISE", False),
+        ("NONE", 9, False, "FULL_AND_PIECEWISE", False),
+        ("PIECEWISE", 1, False, "FULL_AND_PIECEWISE", True),
+        ("PIECEWISE", 1, True, "FULL_AND_PIECEWISE", True),
+        ("FULL", 1, True, "FULL_AND_PIECEWISE", False),
+        ("FULL", 1, True, "FULL_DECODE_ONLY", False),
+        ("NONE", 1, True, "FULL_DECODE_ONLY", False),  # as the second model runner records
+        ("FULL", 3, True, "FULL_AND_PIECEWISE", True),  # drafted tokens: two beside each decoded one
+        ("FULL", 1, True, "FULL", True),
+    ],
+)
+def test_graphs_of_which_only_some_steps_decode_are_recorded_dense(
+    runtime: str, longest: int, capturing: bool, graphs: str, expected: bool
+) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from mreader.vllm.experts import serves_any_mixture
+
+    step = SimpleNamespace(max_query_len=longest, query_start_loc=torch.tensor([0, longest]))
+    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode[runtime], attn_metadata={"layer": step})
+    assert serves_any_mixture(context, capturing, CUDAGraphMode[graphs]) == expected
 
 
 def test_a_layer_holds_its_tensors_once(folder: Path) -> None:

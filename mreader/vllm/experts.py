@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -56,6 +56,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(moe)
         self.number, self.checkpoint, self.options, self.budget = number, checkpoint, options, budget
+        self.compilation = get_current_vllm_config().compilation_config  # the mode of graphs is settled later
         self.stored = checkpoint.layers[number]
         self.activation = get_activation(checkpoint.activation)
         self.taken: set[str] = set()
@@ -139,13 +140,14 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
         context = get_forward_context()
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         with current(x.device):
-            if self.settings is None:
+            if self.settings is None or serves_any_mixture(context, capturing, self.compilation.cudagraph_mode):
                 return self._dense(x, ids, weights)
-            if only_decodes(context.attn_metadata) and context.cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE:
+            if only_decodes(context.attn_metadata):
                 forward = self._dense if self._is_faster_dense(x, ids) else self._sparse
                 return forward(x, ids, weights)
-            rows = None if _is_recorded(context, x) else _split_once(context, len(x))
+            rows = _split_once(context, len(x))
             if rows is None:
                 return self._dense(x, ids, weights)
             y = torch.empty_like(x)
@@ -208,11 +210,16 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return settings
 
 
-def _is_recorded(context: Any, x: Tensor) -> bool:
-    """Whether a graph that holds the step will be replayed for other mixtures of prompts and decoding."""
-    return context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or (
-        x.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+def serves_any_mixture(context: Any, capturing: bool, graphs: CUDAGraphMode) -> bool:
+    """Whether the step is one of a CUDA graph that also serves steps with other tokens decoding than this one.
+
+    context:   vLLM's forward context
+    capturing: whether a graph is being recorded
+    graphs:    which graphs vLLM records; those of mixed steps are PIECEWISE by default, and may look like decoding
+    """
+    if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        return True
+    return capturing and (graphs.mixed_mode() == CUDAGraphMode.FULL or not only_decodes(context.attn_metadata))
 
 
 def _split_once(context: Any, rows: int) -> Rows | None:
