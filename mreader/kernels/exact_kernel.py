@@ -136,7 +136,7 @@ def finish_kernel(
     inside = h < hidden
     if RANK > 0:
         u = tl.load(
-            basis + h[:, None] * stored_rank + r[None, :], mask=inside[:, None] & (r < RANK)[None, :], other=0.0
+            basis + h[None, :] * stored_rank + r[:, None], mask=inside[None, :] & (r < RANK)[:, None], other=0.0
         )
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -153,5 +153,6 @@ def finish_kernel(
         left = tl.zeros((RANK_UP,), tl.float32)
         for piece in tl.static_range(PIECES):
             left += tl.load(recovery + (token * PIECES + piece) * RANK_UP + r)
-        total += tl.sum(u.to(tl.float32) * left[None, :], axis=1)
+        # Along the same axis as above: sums along the other one would have to be exchanged between threads.
+        total += tl.sum(u.to(tl.float32) * left[:, None], axis=0)
     tl.store(y + token * hidden + h, total.to(y.dtype.element_ty), mask=inside)
