@@ -18,7 +18,7 @@ from torch import Tensor
 from mreader.errors import SourceError
 from mreader.formats.bits import Bits
 from mreader.formats.checkpoint import Checkpoint, Packed
-from mreader.formats.quantized import fp8_block, require_package
+from mreader.formats.quantized import fp8_block, integer_form, require_package
 from mreader.formats.tensors import LazyTensors, as_bits
 
 _AT_ONCE = 1 << 20  # values: what is wider than a result on the way to it stays in a core's cache
@@ -176,7 +176,7 @@ def _gptq(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
     zero_gr), g the group of column c. But for the version gptq_v2, zeros are stored less 1. Returns (R, C).
     """
     bits = packed.settings["bits"]
-    one = 0 if packed.settings.get("checkpoint_format") == "gptq_v2" else 1
+    one = 0 if integer_form(packed.settings) == "gptq_v2" else 1
     zeros = (_unpack(parts["zeros"], bits) + one) & (2**bits - 1)
 
     def codes(rows: slice) -> Tensor:

@@ -235,6 +235,9 @@ def make(case: Case, folder: Path, shards: int = 1) -> tuple[Path, Path]:
         else:
             stored[name] = tensor
     shutil.copytree(full, source)
+    "qwen3_moe, GPTQ version 2, as newer releases name it": Case(
+        *("qwen3_moe", gptq_in_the_order_of_activations, {**GPTQ, "desc_act": True, "format": "gptq_v2"})
+    ),
     save_file({name: t.contiguous() for name, t in tensors.items()}, full / "model.safetensors", {"format": "pt"})
     edit_json(source / "config.json", lambda config: config.update(quantization_config=case.settings))
     if case.side:

@@ -97,7 +97,8 @@ def _check(method: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings. UnsupportedError for a variant that METHODS and dequantize.py do not cover."""
     bits, form = settings.get("bits"), str(settings.get("version") or settings.get("checkpoint_format") or "").lower()
     if method in ("gptq", "awq"):
-        if bits not in (_INTEGER_BITS if method == "gptq" else (4,)):
+        bits, form = settings.get("bits"), integer_form(settings)
+        if type(bits) is not int or bits not in (_INTEGER_BITS if method == "gptq" else (4,)):
             raise _unknown(method, f"{bits} bits")
         if form not in _INTEGER_FORMS[method]:
             raise _unknown(method, form)
@@ -125,6 +126,11 @@ def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             "take the config.json that belongs to the weights",
         )
     return list(groups.values())
+
+def integer_form(settings: Mapping[str, Any]) -> str:
+    """Which variant of GPTQ or AWQ config.json names, in lower case; empty where it names none."""
+    return str(next(filter(None, map(settings.get, _FORM_KEYS)), "")).lower()
+
 
 
 def _packed_tensors(source: Checkpoint, method: str, settings: Mapping[str, Any]) -> dict[str, Packed]:
@@ -367,3 +373,4 @@ METHODS: dict[str, tuple[_Form, ...]] = {
                    {"order": ".g_idx"}),),
     "awq": (_Form(".qweight", ("I32",), ".weight", {"scales": ".scales", "zeros": ".qzeros"}, _of_awq),),
 }  # fmt: skip
+_FORM_KEYS = ("version", "checkpoint_format", "format")  # of AWQ, of GPTQ, and what newer releases say for both
