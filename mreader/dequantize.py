@@ -70,7 +70,7 @@ class DequantizedTensors(Mapping[str, Tensor]):
             return self._stored[name][index]
         if getattr(self._last, "key", None) != (name, index):
             parts = {role: self._stored[part] for role, part in packed.parts.items()}
-            some = {role: part[index : index + 1] if part.dim() > 1 else part for role, part in parts.items()}
+            some = {role: part if part.numel() == 1 else part[index : index + 1] for role, part in parts.items()}
             self._last.value = dequantize(packed, some)[0]
             self._last.key = (name, index)
         value: Tensor = self._last.value
@@ -128,10 +128,15 @@ def _mxfp4(parts: Mapping[str, Tensor], _: Packed) -> Tensor:
 
 
 def _fp8(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
-    """codes (..., R, C) float8, scales (..., R / b1, C / b2), both rounded up: w = scale of its block * code."""
+    """codes (..., R, C) float8, scales (..., R / b1, C / b2), both rounded up: w = scale of its block * code.
+
+    A scale that is uint8 stands for 2^(scale - 127).
+    """
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     codes, scales = parts["codes"], parts["scales"]
+    if scales.dtype != torch.uint8:
+        scales = scales.float()  # products come in the dtype of the scales
     if scales.numel() == 1:
         rows, columns = codes.shape[-2:]
         scales = scales.reshape(*(1,) * codes.dim())

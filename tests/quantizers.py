@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,14 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}, full
 
 
-def fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+def fp8(name: str, weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Stored, Tensor]:
     """A scale for each block of 64 x 128, the last ones cut off."""
     codes, full = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
-    scales = torch.empty(-(-len(weight) // 64), -(-weight.shape[1] // 128))
+    scales = torch.empty(-(-len(weight) // 64), -(-weight.shape[1] // 128), dtype=dtype)
     for i, rows in enumerate(weight.float().split(64)):
         for j, block in enumerate(rows.split(128, 1)):
-            scale = scales[i, j] = block.abs().max() / 448
+            scales[i, j] = block.abs().max() / 448
+            scale = scales[i, j].float()
             some = slice(64 * i, 64 * i + len(block)), slice(128 * j, 128 * j + block.shape[1])
             codes[some] = (block / scale).to(codes.dtype)
             full[some] = codes[some].float() * scale
@@ -66,6 +68,13 @@ def fp8_of_a_tensor(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     stem = name.removesuffix(".weight")
     stored = {name: codes, f"{name}_scale_inv": scale, f"{stem}.activation_scale": torch.ones(())}
     return stored, (codes.float() * scale).bfloat16()
+
+
+def fp8_of_a_fused_tensor(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """One scale for all experts, with an axis for each of the weight's."""
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scale.reshape(1, 1, 1)}, (codes.float() * scale).bfloat16()
 
 
 def groups_of(weight: Tensor, lowest: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,6 +211,14 @@ CASES: dict[str, Case] = {
     ),
     "deepseek_v3, FP8": Case("deepseek_v3, one layer predicts", fp8, FP8),
     "qwen3_moe, FP8": Case("qwen3_moe", fp8, FP8),
+    "mixtral, FP8 with scales in FP16": Case(
+        *("mixtral", partial(fp8, dtype=torch.float16), FP8),
+        chosen=lambda name: name.endswith(("w1.weight", "w2.weight", "w3.weight")),
+    ),
+    "gemma4_text, FP8 with a scale a fused tensor": Case(
+        *("gemma4_text", fp8_of_a_fused_tensor, {"quant_method": "fp8"}),
+        chosen=lambda name: name.endswith(_OF_EXPERTS),
+    ),
     "olmoe, FP8 with a scale a tensor": Case("olmoe", fp8_of_a_tensor, {"quant_method": "fp8"}),
     "deepseek_v3, compressed-tensors": Case(
         *("deepseek_v3", compressed, {**scheme(**INT4, symmetric=True), "format": "pack-quantized"}),
