@@ -165,6 +165,11 @@ def _compressed(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
     codes = "weight_packed" if packed.parts["codes"].endswith("_packed") else "weight"
     names = {"codes": codes, "scales": "weight_scale", "zeros": "weight_zero_point", "shape": "weight_shape"}
     state = {names[role]: part for role, part in parts.items()}
+    if "shape" in parts and (shape := tuple(parts["shape"].tolist())) != packed.spec.shape:
+        raise SourceError(
+            f"{packed.parts['shape']} says {list(shape)}, and the codes hold {list(packed.spec.shape)}",
+            "take config.json and weights from the same checkpoint",
+        )
     try:
         scheme = QuantizationScheme(**settings)
     except ValueError as error:
@@ -230,9 +235,16 @@ def _by_rows(codes: Callable[[slice], Tensor], zeros: Tensor, parts: Mapping[str
 
 
 def _group_of_column(parts: Mapping[str, Tensor], packed: Packed) -> Tensor:
-    """(C,) int64."""
+    """(C,) int64. SourceError for a group that is not there."""
     if "order" in parts:
-        return parts["order"].long()
+        order, groups = parts["order"].long(), len(parts["scales"])
+        first, last = int(order.min()), int(order.max())
+        if first < 0 or last >= groups:
+            raise SourceError(
+                f"{packed.parts['order']} names groups {first} to {last}, and there are 0 to {groups - 1}",
+                "download the checkpoint again",
+            )
+        return order
     columns, size = packed.spec.shape[1], packed.settings.get("group_size", -1)
     return torch.arange(columns) // (columns if size == -1 else size)
 

@@ -235,6 +235,9 @@ CASES: dict[str, Case] = {
     "olmoe, GPTQ version 2 by activation order": Case(
         "olmoe", gptq_in_the_order_of_activations, {**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"}
     ),
+    "qwen3_moe, GPTQ version 2, as newer releases name it": Case(
+        *("qwen3_moe", gptq_in_the_order_of_activations, {**GPTQ, "desc_act": True, "format": "gptq_v2"})
+    ),
     "qwen3_moe, AWQ": Case("qwen3_moe", awq, AWQ, side="quant_config.json"),
 }  # fmt: skip
 
@@ -252,9 +255,6 @@ def make(case: Case, folder: Path, shards: int = 1) -> tuple[Path, Path]:
         else:
             stored[name] = tensor
     shutil.copytree(full, source)
-    "qwen3_moe, GPTQ version 2, as newer releases name it": Case(
-        *("qwen3_moe", gptq_in_the_order_of_activations, {**GPTQ, "desc_act": True, "format": "gptq_v2"})
-    ),
     save_file({name: t.contiguous() for name, t in tensors.items()}, full / "model.safetensors", {"format": "pt"})
     edit_json(source / "config.json", lambda config: config.update(quantization_config=case.settings))
     if case.side:

@@ -183,6 +183,8 @@ GATE = "model.layers.1.mlp.experts.4.gate_proj.weight"
         (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 2)}), [GATE, "its scales are [1, 2], not [2, 2]"]),
         (lambda t: t.update({f"{GATE}_scale_inv": torch.full((2, 2), float("nan"))}), [GATE, "NaN"]),
         (lambda t: t.update({GATE: t[GATE][:40]}), [GATE, "scales"]),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(2, 2).int()}), [f"{GATE}_scale_inv is stored as I32"]),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(2, 2).bool()}), [f"{GATE}_scale_inv is stored as BOOL"]),
     ],
 )
 def test_weights_and_scales_that_do_not_fit(
@@ -205,11 +207,13 @@ def test_weights_and_scales_that_do_not_fit(
         ({**GPTQ, "checkpoint_format": "marlin"}, ["gptq, marlin", "not supported yet"], UNSUPPORTED),
         ({**AWQ, "version": "gemv"}, ["awq, gemv", "not supported yet"], UNSUPPORTED),
         ({**scheme(), "format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "not supported yet"], UNSUPPORTED),
-        ({"quant_method": "compressed-tensors"}, ["config_groups"], SOURCE),
-        ({**scheme(), "format": "float-quantized", "config_groups": {"g": {}}}, [".weight_scale is missing"], SOURCE),
         ({**GPTQ, "format": "marlin"}, ["gptq, marlin", "not supported yet"], UNSUPPORTED),
         ({**GPTQ, "bits": 4.0}, ["gptq, 4.0 bits", "not supported yet"], UNSUPPORTED),
         ({**AWQ, "version": None, "format": "gemv"}, ["awq, gemv", "not supported yet"], UNSUPPORTED),
+        ({"quant_method": "compressed-tensors"}, ["config_groups"], SOURCE),
+        ({**scheme(), "config_groups": {}}, ["{} for config_groups"], SOURCE),
+        ({**scheme(), "transform_config": {"config_groups": {"R4": {}}}}, ["transform_config"], UNSUPPORTED),
+        ({**scheme(), "format": "float-quantized", "config_groups": {"g": {}}}, [".weight_scale is missing"], SOURCE),
         ({**scheme(**FLOAT8), "format": "float-quantized"}, [".weight_scale is missing"], SOURCE),
         ({"quant_method": "mxfp4"}, ["belongs to a quantized weight (mxfp4) that is not there"], SOURCE),
         ({"quant_method": "bitsandbytes"}, ["quantized (bitsandbytes)", "not supported yet"], UNSUPPORTED),
@@ -231,7 +235,10 @@ def test_variants_that_are_not_known(
     ("group", "words"),
     [
         ({"weights": None}, ["no scheme for the weights of model.layers.0.mlp.down_proj"]),
+        ({"targets": 5}, ["'targets': 5", "config_groups"]),
         ({"targets": ["re:("]}, ["'re:('", "no pattern"]),
+        ({"weights": {**FLOAT8, "type": "int"}}, ["stored as F8_E4M3, and config.json says 'int' for type"]),
+        ({"weights": {**FLOAT8, "symmetric": False}}, ["not symmetric, and there are no zeros"]),
         ({"weights": {**FLOAT8, "strategy": "tensor"}}, ["down_proj.weight", "its scales are [192, 1], not one"]),
         ({"weights": {**FLOAT8, "strategy": "group", "group_size": 16}}, ["its scales are [192, 1], not [192, 6]"]),
         ({"weights": {**FLOAT8, "strategy": "block", "block_structure": [64, 64]}}, ["[192, 1], not [3, 2]"]),
@@ -246,6 +253,53 @@ def test_schemes_of_compressed_tensors_that_do_not_fit(
     edit_json(source / "config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"].update(group))
     ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
     assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert ran.code == SOURCE
+    assert not (tmp_path / "out").exists()
+
+
+EXPERTS_OF_1 = "model.layers.1.mlp.experts"
+MIXTRAL_EXPERT = "model.layers.0.block_sparse_moe.experts.0"
+MXFP4, PACKED, PACKED_WITH_ZEROS, FLOATS = (
+    *("gpt_oss, MXFP4", "deepseek_v3, compressed-tensors", "mixtral, compressed-tensors with zeros"),
+    "qwen3_moe, compressed-tensors in FP8",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "stem", "end", "change", "words"),
+    [
+        (MXFP4, f"{EXPERTS_OF_1}.down_proj", "_scales", Tensor.float, "is stored as F32, not as U8"),
+        (PACKED, f"{EXPERTS_OF_1}.0.up_proj", ".weight_scale", Tensor.int, "is stored as I32, not as F16 or"),
+        (PACKED, f"{EXPERTS_OF_1}.0.up_proj", ".weight_shape", None, "is missing"),
+        (PACKED, f"{EXPERTS_OF_1}.0.up_proj", ".weight_shape", Tensor.neg, "says [-80, -192], and the codes"),
+        (PACKED, f"{EXPERTS_OF_1}.0.up_proj", ".weight_shape", lambda t: t[:1], "says [80], and the codes"),
+        (PACKED_WITH_ZEROS, f"{MIXTRAL_EXPERT}.w1", ".weight_zero_point", None, "there are no zeros"),
+        (PACKED_WITH_ZEROS, f"{MIXTRAL_EXPERT}.w1", ".weight_zero_point", Tensor.float, "is stored as F32"),
+        (PACKED_WITH_ZEROS, f"{MIXTRAL_EXPERT}.w1", ".weight_zero_point", lambda t: t[1:], "its zeros are [9, 12]"),
+        (FLOATS, f"{EXPERTS_OF_1}.4.gate_proj", ".weight_scale", lambda t: t[:, 0], "its scales are [80], not [80, 1]"),
+        ("qwen3_moe, GPTQ", f"{EXPERTS_OF_1}.4.gate_proj", ".scales", Tensor.int, "is stored as I32"),
+        ("qwen3_moe, GPTQ", f"{EXPERTS_OF_1}.4.gate_proj", ".qzeros", Tensor.float, "is stored as F32, not as I32"),
+        ("qwen3_moe, GPTQ", f"{EXPERTS_OF_1}.4.gate_proj", ".g_idx", Tensor.float, "is stored as F32, not as I32 or"),
+        (
+            "qwen3_moe, GPTQ",
+            f"{EXPERTS_OF_1}.4.gate_proj",
+            ".g_idx",
+            lambda t: t + 5,
+            "groups 5 to 16, and there are 0",
+        ),
+        ("qwen3_moe, GPTQ", f"{EXPERTS_OF_1}.4.gate_proj", ".g_idx", lambda t: t - 1, "groups -1 to 10, and there are"),
+        ("qwen3_moe, AWQ", f"{EXPERTS_OF_1}.4.gate_proj", ".qzeros", Tensor.float, "is stored as F32, not as I32"),
+    ],
+)
+def test_parts_of_a_weight_that_do_not_fit(
+    case: str, stem: str, end: str, change: Callable[[Tensor], Tensor] | None, words: str, tmp_path: Path
+) -> None:
+    source, _ = make(CASES[case], tmp_path)
+    part = stem + end
+    change_tensors(source, lambda t: t.update({part: change(t[part]).contiguous()}) if change else t.pop(part))
+    ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16", "--device", "cpu")
+    assert stem in ran.cause
+    assert words in ran.cause
     assert ran.code == SOURCE
     assert not (tmp_path / "out").exists()
 

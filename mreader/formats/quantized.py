@@ -25,10 +25,24 @@ _OF_ACTIVATIONS = (
     *(".output_zero_point", ".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point"),
 )
 _FP8 = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F16", "BF16", "F32")
 _ORDER = ".weight_g_idx"  # of compressed-tensors, whose own decompression passes over it
 _INTEGER_BITS = (2, 4, 8)  # whole in 32 bits
+_ONE_CHECKPOINT = "take config.json and weights from the same checkpoint"
 
 Specs = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor beside the codes.
+
+    end:    how its name ends
+    dtypes: that it is stored in
+    """
+
+    end: str
+    dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,17 +52,22 @@ class _Form:
     codes:    how the name of the codes ends
     dtypes:   that codes are stored in
     weight:   how the name of the weight ends, which they stand for
-    needed:   role of another tensor -> how its name ends
-    optional: the same for those that may be there
+    needed:   role -> another tensor
     shape:    role -> spec, settings -> shape of the weight; ValueError, saying why, where there is none
+    optional: role -> a tensor that may be there
     """
 
     codes: str
     dtypes: tuple[str, ...]
     weight: str
-    needed: Mapping[str, str]
+    needed: Mapping[str, _Part]
     shape: Callable[[Specs, Mapping[str, Any]], tuple[int, ...]]
-    optional: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, _Part] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, _Part]:
+        """role -> every tensor beside the codes."""
+        return {**self.needed, **self.optional}
 
 
 def quantization(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
@@ -77,10 +96,7 @@ def dequantized(source: Checkpoint) -> Checkpoint:
         raise _unknown(method, f"{ordered.rpartition('.')[2]}: columns in the order of activations")
     packed = _packed_tensors(source, method, _check(method, settings))
     if not packed:
-        raise SourceError(
-            f"config.json announces quantized weights ({method}), and there are none",
-            "take config.json and weights from the same checkpoint",
-        )
+        raise SourceError(f"config.json announces quantized weights ({method}), and there are none", _ONE_CHECKPOINT)
     return _standing_for(source, packed)
 
 
@@ -95,7 +111,6 @@ def require_package(method: str) -> None:
 
 def _check(method: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings. UnsupportedError for a variant that METHODS and dequantize.py do not cover."""
-    bits, form = settings.get("bits"), str(settings.get("version") or settings.get("checkpoint_format") or "").lower()
     if method in ("gptq", "awq"):
         bits, form = settings.get("bits"), integer_form(settings)
         if type(bits) is not int or bits not in (_INTEGER_BITS if method == "gptq" else (4,)):
@@ -103,11 +118,18 @@ def _check(method: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         if form not in _INTEGER_FORMS[method]:
             raise _unknown(method, form)
     if method == "compressed-tensors":
+        if settings.get("transform_config"):
+            raise _unknown(method, "transform_config: activations are transformed as well as weights")
         for group in _groups(settings):
             stored = str(group.get("format") or settings.get("format"))
             if stored not in _COMPRESSED_FORMATS:
                 raise _unknown(method, stored)
     return settings
+
+
+def integer_form(settings: Mapping[str, Any]) -> str:
+    """Which variant of GPTQ or AWQ config.json names, in lower case; empty where it names none."""
+    return str(next(filter(None, map(settings.get, _FORM_KEYS)), "")).lower()
 
 
 def _unknown(method: str, variant: str) -> UnsupportedError:
@@ -120,17 +142,16 @@ def _unknown(method: str, variant: str) -> UnsupportedError:
 def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config groups of compressed-tensors, each a scheme of quantization."""
     groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+    if not isinstance(groups, dict) or not groups or not all(_is_group(group) for group in groups.values()):
         raise SourceError(
             f"config.json says {groups!r} for config_groups, which is no set of schemes",
             "take the config.json that belongs to the weights",
         )
     return list(groups.values())
 
-def integer_form(settings: Mapping[str, Any]) -> str:
-    """Which variant of GPTQ or AWQ config.json names, in lower case; empty where it names none."""
-    return str(next(filter(None, map(settings.get, _FORM_KEYS)), "")).lower()
 
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("targets") or [], list)
 
 
 def _packed_tensors(source: Checkpoint, method: str, settings: Mapping[str, Any]) -> dict[str, Packed]:
@@ -156,14 +177,21 @@ def _is_codes(form: _Form, name: str, spec: TensorSpec) -> bool:
 
 def _parts(form: _Form, stem: str, tensors: Specs) -> dict[str, str]:
     """role -> stored tensor, the codes first."""
-    for end in form.needed.values():
-        if stem + end not in tensors:
+    for part in form.needed.values():
+        if stem + part.end not in tensors:
             raise SourceError(
-                f"{stem}{end} is missing, without which {stem}{form.codes} cannot be dequantized",
+                f"{stem}{part.end} is missing, without which {stem}{form.codes} cannot be dequantized",
                 "download the checkpoint again",
             )
-    others = {role: stem + end for role, end in {**form.needed, **form.optional}.items()}
-    return {"codes": stem + form.codes, **{role: name for role, name in others.items() if name in tensors}}
+    found = {"codes": stem + form.codes}
+    for role, part in form.parts.items():
+        name = stem + part.end
+        if name not in tensors:
+            continue
+        if (dtype := tensors[name].dtype) not in part.dtypes:
+            raise SourceError(f"{name} is stored as {dtype}, not as {' or '.join(part.dtypes)}", _ONE_CHECKPOINT)
+        found[role] = name
+    return found
 
 
 def _pack(
@@ -174,15 +202,13 @@ def _pack(
     try:
         shape = form.shape({role: tensors[name] for role, name in parts.items()}, settings)
     except ValueError as error:
-        raise SourceError(
-            f"{parts['codes']} cannot be dequantized: {error}", "take config.json and weights from the same checkpoint"
-        ) from error
+        raise SourceError(f"{parts['codes']} cannot be dequantized: {error}", _ONE_CHECKPOINT) from error
     return Packed(method, TensorSpec(DEQUANTIZED_DTYPE, shape), parts, settings)
 
 
 def _refuse_strays(source: Checkpoint, method: str, packed: Mapping[str, Packed], used: set[str]) -> None:
     """SourceError for what belongs to a quantized weight that is not there, and for a weight that is there twice."""
-    ends = {end for form in METHODS[method] for end in (*form.needed.values(), *form.optional.values())}
+    ends = {part.end for form in METHODS[method] for part in form.parts.values()}
     for name, spec in source.tensors.items():
         if name in packed and name not in used:
             raise SourceError(f"{name} is there both quantized and not", "download the checkpoint again")
@@ -286,13 +312,22 @@ def _of_words(specs: Specs, settings: Mapping[str, Any]) -> tuple[int, ...]:
     """codes [R, C bits / 32], scales by the strategy -> [R, C]."""
     rows, words = _matrix(specs["codes"])
     bits = settings["weights"].get("num_bits")
-    _expect(bits in _INTEGER_BITS, f"{bits} bits")
-    return _by_strategy(specs, settings["weights"], rows, words * 32 // bits)
+    _expect(type(bits) is int and bits in _INTEGER_BITS, f"{bits} bits")
+    shape = _by_strategy(specs, settings["weights"], rows, words * 32 // bits)
+    scales, symmetric = specs["scales"].shape, settings["weights"].get("symmetric", True)
+    _expect_zeros(specs, settings["weights"], scales if symmetric else (-(-rows * bits // 32), *scales[1:]))
+    return shape
 
 
 def _of_codes(specs: Specs, settings: Mapping[str, Any]) -> tuple[int, ...]:
     """codes [R, C], scales by the strategy -> [R, C]."""
-    return _by_strategy(specs, settings["weights"], *_matrix(specs["codes"]))
+    asked, stored = settings["weights"].get("type", "int"), specs["codes"].dtype
+    _expect(
+        (stored in _FP8) == (asked == "float"), f"it is stored as {stored}, and config.json says {asked!r} for type"
+    )
+    shape = _by_strategy(specs, settings["weights"], *_matrix(specs["codes"]))
+    _expect_zeros(specs, settings["weights"], specs["scales"].shape)
+    return shape
 
 
 def _by_strategy(specs: Specs, weights: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
@@ -303,7 +338,7 @@ def _by_strategy(specs: Specs, weights: Mapping[str, Any], rows: int, columns: i
         case ("block", _, [int(height), int(width)]) if height > 0 and width > 0:
             _expect_shape(specs, "scales", (-(-rows // height), -(-columns // width)))
         case ("channel", _, _):
-            _expect(scales in ((rows, 1), (rows,)), f"its scales are {list(scales)}, not {[rows, 1]}")
+            _expect_shape(specs, "scales", (rows, 1))
         case ("tensor", _, _):
             _expect(math.prod(scales) == 1, f"its scales are {list(scales)}, not one")
         case (strategy, size, block):
@@ -311,6 +346,14 @@ def _by_strategy(specs: Specs, weights: Mapping[str, Any], rows: int, columns: i
                 f"config.json says {strategy!r} for strategy, group_size {size!r}, block_structure {block!r}"
             )
     return rows, columns
+
+
+def _expect_zeros(specs: Specs, weights: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """They may be left out where the scheme is symmetric."""
+    if "zeros" in specs:
+        _expect_shape(specs, "zeros", shape)
+    else:
+        _expect(weights.get("symmetric", True), "its scheme is not symmetric, and there are no zeros")
 
 
 def _matrix(spec: TensorSpec) -> tuple[int, int]:
@@ -355,22 +398,24 @@ def _names(target: str, module: str) -> bool:
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_FORM_KEYS = ("version", "checkpoint_format", "format")  # of AWQ, of GPTQ, and what newer releases say for both
 _INTEGER_FORMS = {"gptq": ("", "gptq", "gptq_v2"), "awq": ("", "gemm")}
+_WORDS = {"scales": _Part(".scales", _FLOATS), "zeros": _Part(".qzeros", ("I32",))}
 METHODS: dict[str, tuple[_Form, ...]] = {
-    "mxfp4": (_Form("_blocks", ("U8",), "", {"scales": "_scales"}, _of_blocks),),
-    "fp8": (_Form("", _FP8, "", {"scales": "_scale_inv"}, _of_fp8),),
+    "mxfp4": (_Form("_blocks", ("U8",), "", {"scales": _Part("_scales", ("U8",))}, _of_blocks),),
+    "fp8": (_Form("", _FP8, "", {"scales": _Part("_scale_inv", (*_FLOATS, "F8_E8M0", "U8"))}, _of_fp8),),
     "compressed-tensors": (
         _Form(
-            *(".weight_packed", ("I32",), ".weight", {"scales": ".weight_scale"}, _of_words),
-            {"zeros": ".weight_zero_point", "shape": ".weight_shape"},
+            *(".weight_packed", ("I32",), ".weight"),
+            {"scales": _Part(".weight_scale", _FLOATS), "shape": _Part(".weight_shape", ("I64", "I32"))},
+            _of_words,
+            {"zeros": _Part(".weight_zero_point", ("I32",))},
         ),
         _Form(
-            *(".weight", (*_FP8, "I8"), ".weight", {"scales": ".weight_scale"}, _of_codes),
-            {"zeros": ".weight_zero_point"},
+            *(".weight", (*_FP8, "I8"), ".weight", {"scales": _Part(".weight_scale", _FLOATS)}, _of_codes),
+            {"zeros": _Part(".weight_zero_point", ("I8", *_FP8))},
         ),
     ),
-    "gptq": (_Form(".qweight", ("I32",), ".weight", {"scales": ".scales", "zeros": ".qzeros"}, _of_gptq,
-                   {"order": ".g_idx"}),),
-    "awq": (_Form(".qweight", ("I32",), ".weight", {"scales": ".scales", "zeros": ".qzeros"}, _of_awq),),
-}  # fmt: skip
-_FORM_KEYS = ("version", "checkpoint_format", "format")  # of AWQ, of GPTQ, and what newer releases say for both
+    "gptq": (_Form(".qweight", ("I32",), ".weight", _WORDS, _of_gptq, {"order": _Part(".g_idx", ("I32", "I64"))}),),
+    "awq": (_Form(".qweight", ("I32",), ".weight", _WORDS, _of_awq),),
+}
