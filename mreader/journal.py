@@ -103,9 +103,14 @@ class Journal:
         write_durably(self._path, "ab", [line])
 
 
+def journal_line(line: Mapping[str, Any]) -> bytes:
+    """As it stands in the file, its end included."""
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
 def write_durably(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
     with path.open(mode) as file:
-        file.writelines(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        file.writelines(map(journal_line, lines))
         file.flush()
         os.fsync(file.fileno())
 

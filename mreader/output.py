@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mreader.errors import MreaderError, NoSpaceError, UsageError
 from mreader.formats.augmented import MANIFEST, SOURCE, WORK_FOLDER
@@ -219,6 +219,17 @@ def locked(work: Path, what: str) -> Iterator[bool]:
         raise
 
 
+def lock(file: IO[bytes], what: str, place: str) -> None:
+    """Lock `file` until it is closed, or the process ends.
+
+    UsageError where another process has it, which does `what`; to do it as well takes another `place`.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(f"another {what} is running", f"wait for it to end, or name another {place}") from error
+
+
 def make_folder(folder: Path) -> None:
     """`folder` and those above it, there to stay even if the power fails."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -246,12 +257,10 @@ def _lock_file(work: Path, what: str) -> tuple[BinaryIO, bool] | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        lock(file, f"{what} into {work.parent}", "folder")
+    except UsageError:
         file.close()
-        raise UsageError(
-            f"another {what} into {work.parent} is running", "wait for it to end, or name another folder"
-        ) from error
+        raise
     except OSError:  # a file system without locks
         file.close()
         (work / _LOCK).unlink(missing_ok=True)

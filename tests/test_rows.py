@@ -96,11 +96,36 @@ def test_one_comparison_at_a_time_has_the_file(olmoe_tiny: Path, tmp_path: Path)
     with open_ledger(rows, json.loads(before.partition(b"\n")[0])):
         ran = compare(olmoe_tiny, rows)
         assert ran.code == 2
-        assert "another comparison with --rows rows" in ran.cause
+        assert ran.cause == f"error: another comparison with --rows {rows} is running"
+        assert "another file" in ran.err
         printed(compare(olmoe_tiny, tmp_path / "others"))
     assert printed(compare(olmoe_tiny, rows))
     assert rows.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["others", "rows"]
+
+
+def test_the_folder_of_the_file_need_not_be_writable(olmoe_tiny: Path, tmp_path: Path) -> None:
+    """Nothing is put beside it, so that a kill leaves nothing there either."""
+    rows = tmp_path / "folder" / "rows"
+    rows.parent.mkdir()
+    rows.touch()
+    rows.parent.chmod(0o555)
+    try:
+        before = rows.parent.stat().st_mtime_ns
+        assert printed(compare(olmoe_tiny, rows)) == printed(compare(olmoe_tiny, rows))
+        assert rows.parent.stat().st_mtime_ns == before
+    finally:
+        rows.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, -1])
+def test_a_file_that_was_cut_short_before_its_first_run(size: int, olmoe_tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    first = printed(compare(olmoe_tiny, rows))
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[: len(whole.splitlines(keepends=True)[0])][:size])
+    assert printed(compare(olmoe_tiny, rows)) == first
+    assert rows.read_bytes() == whole
 
 
 def test_a_grid_may_grow(olmoe_tiny: Path, tmp_path: Path, counted: list[Job]) -> None:
@@ -168,10 +193,11 @@ class TestWhatMayNotMix:
         assert "no rows of a comparison" in ran.cause
         assert (tmp_path / "notes").read_bytes() == content
 
-    def test_a_folder_that_is_not_there(self, olmoe_tiny: Path, tmp_path: Path) -> None:
-        ran = compare(olmoe_tiny, tmp_path / "no" / "rows")
+    @pytest.mark.parametrize(("name", "words"), [("no/rows", "No such file or directory"), ("", "Is a directory")])
+    def test_a_file_that_cannot_be_written(self, name: str, words: str, olmoe_tiny: Path, tmp_path: Path) -> None:
+        ran = compare(olmoe_tiny, tmp_path / name)
         assert ran.code == 2
-        assert "cannot be written" in ran.cause
+        assert ran.cause == f"error: {tmp_path / name} cannot be written: {words}"
 
 
 def test_a_run_comes_back_to_the_last_bit(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,8 +16,8 @@ from torch import Tensor
 from mreader.device import pick_device
 from mreader.errors import UsageError
 from mreader.formats.safetensors_file import sha256_file
-from mreader.journal import differences, write_durably
-from mreader.output import locked, require_writable
+from mreader.journal import differences, journal_line, write_durably
+from mreader.output import lock
 from mreader.selectors.jobs import Job, Reader
 from mreader.selectors.runs import Run
 from mreader.selectors.subject import Texts, windows_sha256
@@ -45,32 +44,31 @@ class FileLedger(Ledger):
     common: what a run's figures depend on beside its job
 
     A last line that a crash cut short is dropped. Raises UsageError where the file holds runs that have something else
-    in common, where another line holds no run, and where it is no such file.
+    in common, where another line holds no run, and where it is no such file or cannot be written.
     """
 
     def __init__(self, file: Path, common: Mapping[str, Any]) -> None:
         super().__init__()
         self._file = file
-        whole = self._load(common)
-        if whole == 0:
-            self._create(common)
-        elif whole < file.stat().st_size:
-            os.truncate(file, whole)
+        try:
+            self._open(common)
+        except OSError as error:
+            raise _unwritable(file, error) from error
 
     def add(self, run: Run) -> None:
         super().add(run)
         write_durably(self._file, "ab", [asdict(run)])
 
-    def _load(self, common: Mapping[str, Any]) -> int:
+    def _open(self, common: Mapping[str, Any]) -> None:
+        data = self._file.read_bytes() if self._file.exists() else b""
+        if journal_line(common).startswith(data):  # new, or cut short before there was a run
+            write_durably(self._file, "wb", [common])
+        elif (whole := self._load(data, common)) < len(data):
+            os.truncate(self._file, whole)
+
+    def _load(self, data: bytes, common: Mapping[str, Any]) -> int:
         """Take in what the file holds; returns the bytes of its whole lines."""
-        try:
-            lines = self._file.read_bytes().splitlines(keepends=True)
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise UsageError(f"{self._file} cannot be read: {error}", "choose another file") from error
-        if not lines:
-            return 0
+        lines = data.splitlines(keepends=True)
         self._refuse_other(_parsed(lines[0]), common)
         whole = len(lines[0])
         for number, line in enumerate(lines[1:], 2):
@@ -92,27 +90,21 @@ class FileLedger(Ledger):
                 "name another file",
             )
 
-    def _create(self, common: Mapping[str, Any]) -> None:
-        part = self._file.with_name(f"{self._file.name}.part")
-        try:
-            write_durably(part, "wb", [common])
-            part.replace(self._file)
-        except OSError as error:
-            raise UsageError(f"{self._file} cannot be written: {error}", "choose another file") from error
+
+def _unwritable(file: Path, error: OSError) -> UsageError:
+    return UsageError(f"{file} cannot be written: {error.strerror or error}", "choose another file")
 
 
 @contextmanager
 def open_ledger(file: Path, common: Mapping[str, Any]) -> Iterator[Ledger]:
     """The runs in a file, for one comparison at a time. UsageError where another one has it, and as FileLedger."""
-    if not file.parent.is_dir():
-        raise UsageError(f"{file} cannot be written: {file.parent} is no folder", "choose another file")
-    require_writable(file.parent)
-    lock = file.with_name(f"{file.name}.lock")
-    with locked(lock, f"comparison with --rows {file.name}"):
-        try:
-            yield FileLedger(file, common)
-        finally:
-            shutil.rmtree(lock, ignore_errors=True)
+    try:
+        opened = file.open("ab")
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    with opened:
+        lock(opened, f"comparison with --rows {file}", "file")
+        yield FileLedger(file, common)
 
 
 def in_common(model: Path, texts: Texts, dtype: str, device: str) -> dict[str, Any]:
