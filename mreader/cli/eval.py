@@ -71,8 +71,8 @@ def eval_command(
     ],
     tokens: Annotated[Path | None, typer.Option(help=".npy file of token ids.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, or folder of .py, .txt and .md files.")] = None,
-    windows: Annotated[int, typer.Option(help="How many windows.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    windows: Annotated[int | None, typer.Option(help="How many windows; 16 by default.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window; 256 by default.")] = None,
     generate: Annotated[
         int | None, typer.Option(help="Let both continue every window by so many tokens, and compare what they write.")
     ] = None,
@@ -106,10 +106,12 @@ def eval_command(
     loud = verbosity(quiet, verbose)
     given = None if tasks is not None else one_of(tokens, text)
     budget = BudgetOptions(channels, reads, coordinates, score, rank)
-    asked = _Asked(path, budget, selector, keep, recovery, calibration, given, (windows, length), dtype, device)
+    size = (16 if windows is None else windows, 256 if length is None else length)
+    asked = _Asked(path, budget, selector, keep, recovery, calibration, given, size, dtype, device)
     if tasks is not None:
-        if tokens is not None or text is not None or generate is not None or layers:
-            raise UsageError("--tasks brings texts of its own", "leave out --tokens, --text, --generate and --layers")
+        _refuse_with_tasks(
+            tokens=tokens, text=text, windows=windows, length=length, generate=generate, layers=layers or None
+        )
         _report_tasks(_run_tasks(asked, tasks.split(","), task_folder, examples, batch or 1, loud), json)
         return
     _refuse_without_tasks(**{"task-folder": task_folder, "examples": examples, "batch": batch})
@@ -121,6 +123,12 @@ def eval_command(
         print_json(found)
     else:
         out.print(key_values(_described(found, selector)))
+
+
+def _refuse_with_tasks(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--{name} says nothing about tasks, which bring their texts", f"leave --{name} out")
 
 
 def _refuse_without_tasks(**given: object) -> None:
