@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +127,17 @@ def _own_names(out: Path) -> set[str]:
     if finished := read_finished(out):
         names |= {*finished.files, *({CARD} & finished.sources.keys())}
     if journal := Journal.load(out / WORK_FOLDER):
-        copied = {name for name in journal.request["source"]["files"] if not name.endswith(".safetensors")}
-        names |= {name for name in (*journal.request["shards"], *copied) if is_safe_name(name)}
+        names |= _names_asked(journal.request)
     return names
+
+
+def _names_asked(request: Mapping[str, Any]) -> set[str]:
+    """What a conversion with this request writes before its records; nothing of a request that is not of this kind."""
+    try:
+        copied = [name for name in request["source"]["files"] if not name.endswith(".safetensors")]
+        return {name for name in (*request["shards"], *copied) if is_safe_name(name)}
+    except (KeyError, TypeError, AttributeError):
+        return set()
 
 
 def remove_if_empty(folder: Path) -> None:

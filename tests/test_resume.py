@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import killing
 import pytest
@@ -159,6 +160,18 @@ def test_journal_with_a_block_of_zeros(source: Path, half_done: Path, whole: Pat
     data = journal.read_bytes()
     journal.write_bytes(data[:-300] + bytes(299) + b"\n")
     resume(source, out, whole)
+
+
+@pytest.mark.parametrize("request_", [{}, [], {"source": None}, {"source": {"files": [1]}, "shards": 2}])
+def test_journal_of_another_kind(source: Path, whole: Path, request_: Any, tmp_path: Path) -> None:
+    """As an older or newer release may have left it: the difference is said, and --overwrite starts again."""
+    (tmp_path / "out" / ".mreader").mkdir(parents=True)
+    (tmp_path / "out" / ".mreader" / "journal.jsonl").write_text(json.dumps({"request": request_}) + "\n")
+    ran = mreader("convert", source, tmp_path / "out", *FULL)
+    assert "holds a conversion with" in ran.cause
+    assert ran.code == 2
+    assert mreader("convert", source, tmp_path / "out", *FULL, "--overwrite").code == 0
+    assert contents(tmp_path / "out") == contents(whole)
 
 
 @pytest.mark.parametrize(
