@@ -110,6 +110,12 @@ def test_every_so_many_layers(changes: dict[str, Any], layers: list[int]) -> Non
             find_architecture(headers_only(config, wrong))
 
 
+def test_experts_in_the_layers_that_predict_and_in_no_other() -> None:
+    config = {**FIRST_TWO_DENSE, "num_hidden_layers": 2, "num_nextn_predict_layers": 2}
+    with pytest.raises(UnsupportedError, match="dense model"):
+        find_architecture(headers_only(config, [2, 3]))
+
+
 def test_borders_of_shards_cut_through_experts(tmp_path: Path) -> None:
     """What the cases above rely on."""
     source = make_source(tmp_path / "source", "olmoe", files=5)

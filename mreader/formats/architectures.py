@@ -221,6 +221,8 @@ def find_architecture(checkpoint: Checkpoint) -> Architecture:
         raise _no_experts(config, entry, text)
     grouped = {number: names for number, names in grouped.items() if number not in predicting_layers(config)}
     _compare_layers(grouped, entry, text)
+    if not grouped:
+        raise _no_experts(config, entry, text)
     routed, activation = routing(config)
     if routed > _count(entry, text, "num_experts"):
         raise SourceError(
