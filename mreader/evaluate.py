@@ -59,7 +59,9 @@ def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     if not files:
         raise UsageError(f"{path} holds no text", "name a text file, or a folder of .py, .txt or .md files")
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    return torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]], dtype=torch.int64)
+    # Not verbose: it would warn of texts longer than the model's context, and they are cut into windows.
+    tokens = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def read_ids(path: Path, model: Path) -> Tensor:

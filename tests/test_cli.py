@@ -255,6 +255,12 @@ def test_version_and_help(mreader: Callable[..., Ran]) -> None:
         assert command in shown
 
 
+def test_arguments_are_called_as_in_the_readme() -> None:
+    for name, arguments in {"convert": ["SOURCE", "OUT"], "restore": ["OUT", "DST"], "compare": ["MODEL"]}.items():
+        command = _Command(name, *_COMMANDS[name]).load()
+        assert [p.metavar for p in command.params if p.param_type_name == "argument"] == arguments
+
+
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_help_of_all_commands_is_that_of_each(name: str) -> None:
     command = _Command(name, *_COMMANDS[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -32,6 +33,14 @@ class TestReadIds:
         (tmp_path / "b.py").write_text("    return x\n")
         parts = [read_ids(tmp_path / name, olmoe_tiny).tolist() for name in ("a.py", "b.py")]
         assert read_ids(tmp_path, olmoe_tiny).tolist() == parts[0] + parts[1]
+
+    def test_a_text_longer_than_the_model_s_context_is_nothing_to_warn_of(
+        self, olmoe_tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        (tmp_path / "a.py").write_text("x = 1\n" * 2000)
+        assert len(read_ids(tmp_path / "a.py", olmoe_tiny)) > 2048
+        assert not caplog.messages
 
     def test_what_is_missing_is_told(self, olmoe_tiny: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"none\.txt does not exist"):

@@ -20,8 +20,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
 def convert_command(
-    source: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a Hub id like Qwen/Qwen3-30B-A3B.")],
-    out: Annotated[str, typer.Argument(help="Folder to write; a conversion that was interrupted is resumed.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or a Hub id like Qwen/Qwen3-30B-A3B.")
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Folder to write; a conversion that was interrupted is resumed.")
+    ],
     codes: Annotated[str, typer.Option(help="Sketch code: ternary or quaternary.")] = DEFAULT_OPTIONS.codes,
     rank: Annotated[int, typer.Option(help="Rank of the recovery map.")] = DEFAULT_OPTIONS.rank,
     seed: Annotated[int, typer.Option(help="Seed of the rotation signs.")] = DEFAULT_OPTIONS.seed,
