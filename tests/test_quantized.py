@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -348,6 +350,14 @@ def test_other_dtypes_are_refused(dtype: torch.dtype, asked: str, words: list[st
     assert [word for word in words if word not in ran.cause] == [], ran.err
     assert ran.code == USAGE
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_nothing_that_it_was_not_asked_for(olmoe: Path, tmp_path: Path) -> None:
+    """What dequantizes FP8 imports triton, whose bindings report what is left of them when the process ends."""
+    argv = ["mreader", "convert", str(olmoe), str(tmp_path / "out"), "--dtype", "bfloat16", "--device", "cpu", "-q"]
+    program = f"import sys; sys.argv = {argv}; from mreader.cli.main import main; main()"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
 
 
 def test_weights_in_bf16_are_what_is_asked_for(tmp_path: Path) -> None:

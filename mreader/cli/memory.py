@@ -26,7 +26,13 @@ def keep_freed_memory() -> None:
 def end_at_once() -> None:
     """Have Python end without looking for garbage among all that torch has made, which takes it half a second.
 
-    Only where the command is what imports torch: another program may count on being cleaned up.
+    Only where the command is what imports torch: another program may count on being cleaned up. Not where something
+    has brought triton in, whose bindings would list on stderr all that is left.
     """
     if "torch" not in sys.modules:
-        atexit.register(gc.freeze)
+        atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    if "triton" not in sys.modules:
+        gc.freeze()
