@@ -123,6 +123,17 @@ def compressed_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {name: codes, f"{name}_scale": scales, f"{stem}.input_scale": torch.ones(1)}, codes.bfloat16() * scales
 
 
+def compressed_int8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """A scale and a zero a row, nothing packed."""
+    wide = weight.float()
+    low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    scales = ((high - low) / 255).bfloat16()
+    zeros = (-128 - low / scales.float()).round().clamp(-128, 127)
+    codes = (wide / scales.float() + zeros).round().clamp(-128, 127)
+    stored = {name: codes.char(), f"{name}_scale": scales, f"{name}_zero_point": zeros.char()}
+    return stored, (codes - zeros).bfloat16() * scales
+
+
 def gptq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     codes, zeros, scales = groups_of(weight, 0, 15)
     groups = torch.arange(weight.shape[1]) // GROUP
@@ -174,6 +185,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -230,6 +242,9 @@ CASES: dict[str, Case] = {
     ),
     "qwen3_moe, compressed-tensors in FP8": Case(
         "qwen3_moe", compressed_fp8, {**scheme(**FLOAT8), "format": "float-quantized"}
+    ),
+    "olmoe, compressed-tensors in INT8 with zeros": Case(
+        "olmoe", compressed_int8, {**scheme(**INT8, symmetric=False), "format": "int-quantized"}
     ),
     "qwen3_moe, GPTQ": Case("qwen3_moe", gptq, GPTQ, side="quantize_config.json"),
     "olmoe, GPTQ version 2 by activation order": Case(
