@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mreader.errors import UsageError
-from mreader.importing import without_collecting
+from mreader.importing import uninterrupted, without_collecting
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def refuse_unknown_device(name: str) -> None:
 def pick_device(name: str) -> torch.device:
     """The torch device called "auto", "cpu" or "cuda[:N]"; UsageError where there is none."""
     refuse_unknown_device(name)
-    with without_collecting():
+    with without_collecting(), uninterrupted():
         import torch
 
     if name == "auto":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from mreader.cli.main import _COMMANDS, _Command, main
-from mreader.importing import without_collecting
+from mreader.importing import uninterrupted, without_collecting
 
 OWN_TEXT = Path(__file__).parent.parent / "mreader"
 
@@ -305,6 +306,35 @@ sys.argv = ["mreader", "convert", {str(olmoe_tiny)!r}, {str(tmp_path / "out")!r}
 main()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+_INTERRUPTED = """
+import signal, sys
+from mreader.device import pick_device
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+try:
+    pick_device("cpu")
+except KeyboardInterrupt:
+    print(hasattr(sys.modules.get("torch"), "__version__"))
+"""
+
+
+def test_an_interrupt_waits_until_torch_is_imported() -> None:
+    """In the middle it may crash the process, and more so where a thread then imports torch a second time."""
+    ran = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
+def test_in_a_thread_nothing_waits_for_an_interrupt() -> None:
+    """Signals come to the main thread, and no other may say what becomes of them."""
+    with ThreadPoolExecutor(1) as pool:
+        before = signal.getsignal(signal.SIGINT)
+        assert pool.submit(lambda: uninterrupted().__enter__()).result() is None
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mreader.cli.console import fail, stop
-from mreader.importing import without_collecting
+from mreader.importing import uninterrupted, without_collecting
 
 # Name -> where it is defined, and the first paragraph of its help
 _COMMANDS = {
@@ -86,7 +86,7 @@ def _import_at_once(name: str) -> Any:
     """The module. What it brought in, torch for most commands, stays to the end and is not looked at for garbage."""
     if "torch" in sys.modules:
         return importlib.import_module(name)
-    with without_collecting():
+    with without_collecting(), uninterrupted():
         module = importlib.import_module(name)
         gc.freeze()
     return module
