@@ -123,6 +123,8 @@ class Budget:
     coordinates: screened in each block
     score:       a name in mreader.kernels.score.SCORES
     rank:        columns of the recovery map in use
+
+    Raises UsageError for a value of another kind; whether it is in range, a layer decides: `resolve`.
     """
 
     channels: float | None
@@ -130,6 +132,18 @@ class Budget:
     coordinates: int
     score: str
     rank: int
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "reads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise UsageError(f"{name} is {value!r}", "give a fraction above 0, up to 1")
+        for name in ("coordinates", "rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"{name} is {value!r}", "give a whole number")
+        if not isinstance(self.score, str):
+            raise UsageError(f"score is {self.score!r}", "give the name of a score")
 
     @classmethod
     def of(cls, options: FormatOptions) -> "Budget":

@@ -242,6 +242,11 @@ class TestBudget:
             ({"coordinates": 129}, "129 coordinates"),
             ({"score": "best"}, "best"),
             ({"rank": 33}, "rank 33"),
+            ({"channels": "0.3"}, "channels is '0.3'"),
+            ({"reads": True}, "reads is True"),
+            ({"coordinates": 80.5}, "coordinates is 80.5"),
+            ({"rank": True}, "rank is True"),
+            ({"score": 1}, "score is 1"),
         ],
     )
     def test_bad_ones_change_nothing(self, budget: dict[str, object], message: str, olmoe: PreTrainedModel) -> None:

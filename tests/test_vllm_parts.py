@@ -179,6 +179,7 @@ class TestBudget:
             (None, [0.1], "mreader in hf_overrides is"),
             (None, {"k": 3}, "mreader in hf_overrides has a key 'k'"),
             (None, {"channels": 0.1, "reads": 0.2}, "both channels and reads"),
+            (None, {"coordinates": "80"}, "coordinates is '80'"),
         ],
     )
     def test_nonsense_is_refused(self, variable: str | None, override: Any, message: str) -> None:
