@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -99,7 +99,8 @@ def plan_conversion(
         return _plan(open_checkpoint(Path(source)), options, max_shard_bytes, dtype, f"{source} {out or 'OUT'}")
     from mreader.hub import remote_headers
 
-    headers = remote_headers(str(source), revision=revision, token=token)
+    with _not_a_folder(str(source)):
+        headers = remote_headers(str(source), revision=revision, token=token)
     checkpoint = remote_checkpoint(headers.files, headers.read_text, headers.header)
     return _plan(checkpoint, options, max_shard_bytes, dtype, f"{source} {out or 'OUT'}")
 
@@ -204,10 +205,20 @@ def _download(
             repo, options, out=out, revision=revision, token=token, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
         require_space(out, plan)
-    folder = fetch_snapshot(repo, revision=revision, token=token)
+    with _not_a_folder(repo):
+        folder = fetch_snapshot(repo, revision=revision, token=token)
     refuse_overlap(folder, out)
     plan = _plan(open_checkpoint(folder), options, max_shard_bytes, dtype, f"{repo} {out}")
     return plan, Origin(repo, folder.name)
+
+
+@contextmanager
+def _not_a_folder(repo: str) -> Iterator[None]:
+    """Without a connection nobody knows whether a Hub id was meant: what was typed may be a folder's name, misspelt."""
+    try:
+        yield
+    except UnreachableError as error:
+        raise UnreachableError(f"{repo} is no folder here; {error.cause}", error.remedy) from error
 
 
 def _request(plan: Plan, origin: Origin, device: torch.device, max_shard_bytes: int) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_without_a_network_the_snapshot_in_the_cache_is_used(
 def test_no_network(hub: HubServer, unreachable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, unreachable, "hf_alice", tmp_path / "cache")
     ran = mreader("convert", REPO, tmp_path / "out")
-    assert f"no connection to {unreachable}" in ran.cause
+    assert f"{REPO} is no folder here; no connection to {unreachable}" in ran.cause
     assert ran.code == SOURCE
     assert not (tmp_path / "out").exists()
 
