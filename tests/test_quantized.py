@@ -180,7 +180,11 @@ GATE = "model.layers.1.mlp.experts.4.gate_proj.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop(f"{GATE}_scale_inv"), [f"{GATE}_scale_inv is missing", GATE]),
+        (lambda t: t.pop(f"{GATE}_scale_inv"), [f"{GATE}_scale_inv is missing", GATE, "download"]),
+        (
+            lambda t: t.update({f"{GATE}_scale": t.pop(f"{GATE}_scale_inv")}),
+            [f"{GATE}_scale_inv is missing", f"{GATE}_scale is there instead", "not supported yet"],
+        ),
         (lambda t: t.pop(GATE), [f"{GATE}_scale_inv belongs to a quantized weight (fp8) that is not there"]),
         (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 2)}), [GATE, "its scales are [1, 2], not [2, 2]"]),
         (lambda t: t.update({f"{GATE}_scale_inv": torch.full((2, 2), float("nan"))}), [GATE, "NaN"]),
@@ -195,7 +199,7 @@ def test_weights_and_scales_that_do_not_fit(
     source = Path(shutil.copytree(olmoe, tmp_path / "source"))
     change_tensors(source, change)
     ran = command("convert", source, tmp_path / "out", "--dtype", "bfloat16")
-    assert [word for word in words if word not in ran.cause] == [], ran.err
+    assert [word for word in words if word not in ran.err] == [], ran.err
     assert ran.code == SOURCE
     assert not (tmp_path / "out").exists()
 

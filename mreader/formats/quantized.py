@@ -179,10 +179,12 @@ def _parts(form: _Form, stem: str, tensors: Specs) -> dict[str, str]:
     """role -> stored tensor, the codes first."""
     for part in form.needed.values():
         if stem + part.end not in tensors:
-            raise SourceError(
-                f"{stem}{part.end} is missing, without which {stem}{form.codes} cannot be dequantized",
-                "download the checkpoint again",
-            )
+            missing = f"{stem}{part.end} is missing, without which {stem}{form.codes} cannot be dequantized"
+            known = {form.codes, *(part.end for part in form.parts.values())}
+            beside = (name for name in tensors if name.startswith(stem + form.codes))
+            if other := next((name for name in beside if name.removeprefix(stem) not in known), None):
+                raise SourceError(f"{missing}; {other} is there instead", "it is of a kind that is not supported yet")
+            raise SourceError(missing, "download the checkpoint again")
     found = {"codes": stem + form.codes}
     for role, part in form.parts.items():
         name = stem + part.end
