@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from mreader.activations import get_activation
+from mreader.activations import Activation, get_activation
 from mreader.backend import current, layout_on, runs_kernels
 from mreader.budget import BlockShape, Budget, count_reads
 from mreader.errors import SourceError, UnsupportedError
@@ -74,7 +74,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Parameters for the rank's part of the layer, under the format's names."""
-        _refuse_unsupported(layer)
+        _refuse_unsupported(layer, self.activation)
         self.shard = _shard_of(layer, self.stored.experts, self.stored.channels)
         sizes = (len(self.shard.experts), self.stored.hidden, len(self.shard.channels))
         if sizes != (num_experts, hidden_size, intermediate_size_per_partition):
@@ -250,14 +250,14 @@ def _shard_of(layer: Any, experts: int, channels: int) -> Shard:
     return Shard(tuple(here), range(rank * own, (rank + 1) * own), channels)
 
 
-def _refuse_unsupported(layer: Any) -> None:
+def _refuse_unsupported(layer: Any, activation: Activation) -> None:
     """UnsupportedError for what vLLM may ask of routed experts and the reader does not do."""
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     refused = {
         "experts with biases": moe.has_bias,
         "experts without a gate": not moe.is_act_and_mul,
         "routing weights on the input": layer.apply_router_weight_on_input,
-        "a limited activation": layer.swiglu_limit is not None,
+        "a limited activation": layer.swiglu_limit is not None or not activation.is_linear_in_up,
         "data parallel serving": parallel.dp_size > 1,
         "LoRA": moe.is_lora_enabled,
     }
