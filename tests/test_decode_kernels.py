@@ -27,7 +27,7 @@ from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code
 from mreader.formats.coding import pack, unpack, values
 from mreader.kernels import decode as module
 from mreader.kernels.activation_kernel import activate, activation_kind
-from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, repack
+from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack
 from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_tiles
 from mreader.kernels.select import top_k_mask
 from mreader.reader import ExpertLayer, ReadSettings, read
@@ -697,6 +697,19 @@ def test_a_block_by_default_parameters_is_the_reader_of_the_cpu() -> None:
 
 
 NOBODY = [-1, 5, 99, 2**31 - 1, -(2**31), 2**63 - 1, 2**32, -(2**63)]
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, 13, 1000])
+def test_a_token_keeps_a_share_of_k_for_the_experts_that_are_here(k: int) -> None:
+    """k n / K of the largest, rounded, halves up, where n of its K = 4 experts are on this rank; k is at most K I."""
+    case = small_case(((4, 0, 1, 2), (3, -1, 5, 2), (-1, -1, 1, 9), (7, -1, -1, -1)), k)
+    (x, ids, weights), layer = make_inputs(case), repack(make_layer(case))
+    stages = Stages(x, ids, weights, layer, case.settings, case.blocks, shared=True)
+    y = stages.run()
+    numbers = [(min(k, 40) * n + 2) // 4 for n in (4, 2, 1, 0)]
+    for keys, kept, number in zip(stages.keys.flatten(1), kept_by_lists(stages).flatten(1), numbers, strict=True):
+        assert torch.equal(kept, top_k_mask(keys.double(), number))
+    assert torch.equal(decode_share(x, ids, weights, layer, case.settings, case.blocks), y)
 
 
 @pytest.mark.parametrize("nobody", NOBODY)

@@ -145,19 +145,46 @@ def decode(
     """
     if len(x) == 0:
         return torch.empty_like(x)
+    return Stages(x, ids, weights, layer, settings, blocks or _blocks_for(x, ids, layer)).run()
+
+
+def decode_share(
+    x: Tensor, ids: Tensor, weights: Tensor, layer: DecodeLayer, settings: ReadSettings, blocks: Blocks | None = None
+) -> Tensor:
+    """`decode` of the experts of one rank among several: a token that has n of its K experts here keeps k n / K.
+
+    ids:     (N, K) int - anything outside 0..E-1 is on another rank
+    returns: (N, H) dtype of x - what all ranks return adds up to the token's output
+    """
+    if len(x) == 0:
+        return torch.empty_like(x)
+    return Stages(x, ids, weights, layer, settings, blocks or _blocks_for(x, ids, layer), shared=True).run()
+
+
+def _blocks_for(x: Tensor, ids: Tensor, layer: DecodeLayer) -> Blocks:
     E, I, H = layer.down.shape
-    blocks = blocks or tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
-    return Stages(x, ids, weights, layer, settings, blocks).run()
+    return tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
 
 
 class Stages:
-    """One call of the decode block, stage by stage; `run` for all of them. Tests and benchmarks look between."""
+    """One call of the decode block, stage by stage; `run` for all of them. Tests and benchmarks look between.
+
+    shared: whether `settings.k` is that of a token with all its K experts here; one with n of them keeps k n / K
+    """
 
     def __init__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, layer: DecodeLayer, settings: ReadSettings, blocks: Blocks
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layer: DecodeLayer,
+        settings: ReadSettings,
+        blocks: Blocks,
+        *,
+        shared: bool = False,
     ) -> None:
         self.x, self.ids, self.weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        self.layer, self.settings, self.blocks = layer, settings, blocks
+        self.layer, self.settings, self.blocks, self.shared = layer, settings, blocks, shared
         self.experts, self.channels, self.hidden = layer.down.shape
         self.tokens, self.slots = ids.shape
         self.candidates = self.slots * self.channels
@@ -269,6 +296,8 @@ class Stages:
             LIST=self.rows.shape[2],
             PADDING=self.padding,
             AT_ONCE=min(triton.next_power_of_2(self.candidates), _MOST_KEYS),
+            SHARED=self.shared,
+            SLOTS_UP=triton.next_power_of_2(self.slots),
             **_HISTOGRAM,
         )
 

@@ -49,6 +49,8 @@ def select_kernel(
     LIST: tl.constexpr,
     PADDING: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SHARED: tl.constexpr,  # whether a token has round(k n / K) channels, of n experts here
+    SLOTS_UP: tl.constexpr,
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
     COARSE: tl.constexpr,
@@ -65,6 +67,11 @@ def select_kernel(
     served = exists & (expert >= 0) & (expert < experts)
     row = (tl.where(served, expert, 0).to(tl.int32) * channels + candidate % channels).to(tl.int64)
     weight = tl.load(weights + slot).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    if SHARED:
+        of_token = tl.arange(0, SLOTS_UP)
+        here = tl.load(ids + token * slots + of_token, mask=of_token < slots, other=-1)
+        n = tl.sum(((here >= 0) & (here < experts)).to(tl.int32), axis=0)
+        k = (2 * k * n + slots) // (2 * slots)
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
     keys += token * candidates

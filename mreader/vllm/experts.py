@@ -8,7 +8,6 @@ the down projection in another layout, and with it a second copy. Elsewhere both
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,13 +158,11 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         assert self.settings is not None
         if self.repacked is None:
             return read_share(x, ids, weights, self._layer(), self.settings)
-        from mreader.kernels.decode import decode
+        from mreader.kernels.decode import decode, decode_share
 
-        # The kernels take one k for all tokens: a rank's is what its share of the experts has on average.
-        share = len(self.shard.experts) / self.stored.experts
-        settings = replace(self.settings, k=round(self.settings.k * share))
+        forward = decode if len(self.shard.experts) == self.stored.experts else decode_share
         parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
-        outputs = [decode(x[part], ids[part], weights[part], self.repacked, settings) for part in parts]
+        outputs = [forward(x[part], ids[part], weights[part], self.repacked, self.settings) for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _dense(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -202,7 +199,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layout=layout_on(device),
         )
         settings = self.budget.resolve(shape) if self.budget else None
-        # Kernels that keep every channel only lose time, and take one k of all tokens, whatever a rank has of them.
+        # Kernels that keep every channel only lose time.
         if settings is not None and settings.k == shape.candidates and runs_kernels(device):
             settings = None
         if self.number == min(self.checkpoint.layers):

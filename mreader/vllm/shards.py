@@ -60,7 +60,7 @@ class Shard:
 
 
 def read_share(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, settings: ReadSettings) -> Tensor:
-    """`read` of the experts that a rank has, with k * n / K channels for a token that has n of its K experts there.
+    """`read` of the experts that a rank has, with k n / K channels for a token that has n of its K experts there.
 
     x:        (T, H) any float
     ids:      (T, K) int - places among the rank's experts, -1 for those of other ranks
@@ -72,6 +72,6 @@ def read_share(x: Tensor, ids: Tensor, weights: Tensor, layer: ExpertLayer, sett
     here = (ids >= 0).sum(1)
     for n in sorted(set(here.tolist())):
         rows = here == n
-        share = replace(settings, k=round(settings.k * n / ids.shape[1]))
+        share = replace(settings, k=(2 * settings.k * n + ids.shape[1]) // (2 * ids.shape[1]))
         y[rows] = read(x[rows], ids[rows], weights[rows], layer, share)
     return y
