@@ -75,7 +75,7 @@ class Case:
 
 
 FOUR = Blocks(screen_parts=1, screen_warps=4, select_chunk=32, exact_channels=8, finish_columns=64)
-EIGHT = Blocks(screen_parts=2, screen_warps=8, screen_loads=40, exact_channels=8, finish_columns=64)
+EIGHT = Blocks(exact_ahead=1, screen_parts=2, screen_warps=8, screen_loads=40, exact_channels=8, finish_columns=64)
 
 CASES = [
     # Sentinels on both sides of 0..E-1, a token without any expert.
@@ -109,7 +109,7 @@ CASES = [
         ReadSettings(33, 37, "rho", 5),
         TERNARY,
         torch.float16,
-        replace(FOUR, exact_channels=2, exact_steps=3, screen_parts=4, screen_loads=8, recovery_rows=32),
+        replace(FOUR, exact_channels=2, exact_steps=3, exact_ahead=1, screen_parts=4, screen_loads=8, recovery_rows=32),
         "gelu",
     ),
     # More blocks than a program has side by side, and no multiple of them; all coordinates, a few at a time.

@@ -92,6 +92,7 @@ class Blocks:
     select_chunk:   candidates of a program, a power of 2; more where a token has very many
     recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
+    exact_ahead:    1 where all their rows are under way before it looks at one, 0 where the compiler may save registers
     finish_columns: of the output
     """
 
@@ -106,6 +107,7 @@ class Blocks:
     exact_channels: int = 4
     exact_steps: int = 1
     exact_warps: int = 8
+    exact_ahead: int = 0
     finish_columns: int = 16
     finish_warps: int = 4
 
@@ -274,7 +276,7 @@ class Stages:
             self.blocks.score_warps,
             *(self.sums, tiles.scales, tiles.errors, self.block_info, self.ids, self.weights),
             *(layer.down_norms, layer.coeffs, self.keys, self.estimates, self.histogram),
-            *(self.experts, self.channels, self.strips, self.stored_rank),
+            *(self.experts, self.channels, self.strips, self.stored_rank, -1),
             nb=self.nb,
             PARTS=self.blocks.screen_parts,
             SCORE=self.settings.score,
@@ -310,7 +312,7 @@ class Stages:
             self.blocks.exact_warps,
             *(self.x, self.rows, self.counts, self.ids, self.estimates, layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
-            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank),
+            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank, 0),
             hidden=self.hidden,
             channels=self.channels,
             LIST=self.rows.shape[2],
@@ -323,6 +325,7 @@ class Stages:
             STEPS=self.blocks.exact_steps,
             PIECE=self.piece,
             PIECES=self.pieces,
+            AHEAD=bool(self.blocks.exact_ahead),
         )
 
     def finish(self) -> None:
@@ -332,11 +335,13 @@ class Stages:
             (triton.cdiv(self.hidden, self.blocks.finish_columns), self.tokens),
             self.blocks.finish_warps,
             *(self.outputs, self.recovery, self.layer.basis, self.y),
-            *(self.hidden, self.groups, self.stored_rank),
+            *(self.groups, self.stored_rank),
+            hidden=self.hidden,
             RANK=self.rank,
             RANK_UP=self.rank_up,
             GROUPS=min(triton.next_power_of_2(self.groups), _MOST_GROUPS),
             PIECES=self.slots * self.pieces,
+            PIECES_UP=triton.next_power_of_2(self.slots * self.pieces),
             COLUMNS=self.blocks.finish_columns,
         )
 

@@ -26,6 +26,7 @@ def exact_kernel(
     groups,
     chunks,
     stored_rank,
+    nothing,  # 0
     hidden: tl.constexpr,
     channels: tl.constexpr,
     LIST: tl.constexpr,
@@ -38,6 +39,7 @@ def exact_kernel(
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,  # channels of a recovery program
     PIECES: tl.constexpr,  # of a slot
+    AHEAD: tl.constexpr,  # whether all rows of a step are under way before one is looked at
     DEPENDENT: tl.constexpr,
 ):
     """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the others: recovery of a piece."""
@@ -61,7 +63,12 @@ def exact_kernel(
             from_down = down + tl.maximum(row, 0).to(tl.int64) * hidden
             out = tl.load(from_down[:, None] + h[None, :], mask=inside[None, :], other=0.0)
             both = tl.load(from_gate[:, None, None] + matrix + h[None, None, :], mask=inside[None, None, :], other=0.0)
-            gate, up = tl.split(tl.sum(both.to(tl.float32) * token_x[None, None, :], axis=2))
+            x_then = token_x
+            if AHEAD:
+                # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
+                arrived = _some_bits(out) | _some_bits(tl.reshape(both, (2 * CHANNELS, HIDDEN_UP)))
+                x_then += (arrived & nothing).to(tl.float32)
+            gate, up = tl.split(tl.sum(both.to(tl.float32) * x_then[None, None, :], axis=2))
             phi, _ = activate(gate, ACTIVATION)
             a = tl.where(row >= 0, weight * phi * up, 0.0)
             y += tl.sum(a[:, None] * out.to(tl.float32), axis=0)
@@ -78,6 +85,22 @@ def exact_kernel(
             RANK, RANK_UP, PIECE, DEPENDENT,
         )  # fmt: skip
         tl.store(recovery + piece * RANK_UP + tl.arange(0, RANK_UP), sums)
+
+
+@triton.jit
+def _some_bits(rows):
+    """(n, H) -> (H,) int32: of all rows bits of one number of 16 bytes, which a thread loads at once."""
+    NUMBERS: tl.constexpr = 128 // rows.dtype.primitive_bitwidth
+    BITS: tl.constexpr = tl.int16 if NUMBERS == 8 else tl.int32
+    loaded = tl.reshape(rows.to(BITS, bitcast=True), (rows.shape[0], rows.shape[1] // NUMBERS, NUMBERS))
+    first = tl.reduce(tl.where(tl.arange(0, NUMBERS)[None, None, :] == 0, loaded, 0), 2, _or)
+    every = tl.reduce(first, 0, _or).to(tl.int32)
+    return tl.reshape(tl.broadcast_to(every[:, None], (rows.shape[1] // NUMBERS, NUMBERS)), (rows.shape[1],))
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit
@@ -120,13 +143,14 @@ def finish_kernel(
     recovery,  # (N, PIECES, RANK_UP) float32
     basis,  # (H, stored rank) float16
     y,  # (N, H) any float, written
-    hidden,
     groups,
     stored_rank,
+    hidden: tl.constexpr,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
     GROUPS: tl.constexpr,  # at a time
     PIECES: tl.constexpr,
+    PIECES_UP: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -138,21 +162,20 @@ def finish_kernel(
         u = tl.load(
             basis + h[None, :] * stored_rank + r[:, None], mask=inside[None, :] & (r < RANK)[:, None], other=0.0
         )
+    group, piece = tl.arange(0, GROUPS), tl.arange(0, PIECES_UP)
+    of_group = outputs + (token * groups + group)[:, None] * hidden + h[None, :]
+    of_piece = recovery + (token * PIECES + piece)[:, None] * RANK_UP + r[None, :]
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, groups, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        parts = tl.load(
-            outputs + (token * groups + group)[:, None] * hidden + h[None, :],
-            mask=(group < groups)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += tl.sum(parts, axis=0)
+    # All loads are under way before one is used: they come from the L2 cache, and would be waited for one by one.
     if RANK > 0:
-        left = tl.zeros((RANK_UP,), tl.float32)
-        for piece in tl.static_range(PIECES):
-            left += tl.load(recovery + (token * PIECES + piece) * RANK_UP + r)
+        lefts = tl.load(of_piece, mask=(piece < PIECES)[:, None], other=0.0)
+    total = tl.sum(tl.load(of_group, mask=(group < groups)[:, None] & inside[None, :], other=0.0), axis=0)
+    for first in range(GROUPS, groups, GROUPS):
+        some = (first + group < groups)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(of_group + first * hidden, mask=some, other=0.0), axis=0)
+    if RANK > 0:
+        left = tl.sum(lefts, axis=0)
         # Along the same axis as above: sums along the other one would have to be exchanged between threads.
         total += tl.sum(u.to(tl.float32) * left[:, None], axis=0)
     tl.store(y + token * hidden + h, total.to(y.dtype.element_ty), mask=inside)

@@ -70,15 +70,21 @@ def rotate_kernel(
     shift = tl.minimum(tl.maximum(_LARGEST - exponent, -100), 100)
     up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
     down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
-    rounded = (rx * up).to(tl.float16).to(tl.float32)
+    listed = tl.where(picked, (rx * up).to(tl.float16).to(tl.float32), 0.0)
+    errors = rx * rx * tl.where(picked, NOISE_READ, NOISE_UNREAD)
+    # One sum of three: each would wait at barriers of its own.
+    largest, total, energy = tl.reduce((tl.where(place == 0, i, 0), listed, errors), 0, _add_three)
     # The smallest first: the screen sums in FP16, where what is added to a large sum loses digits. Behind the last
     # stands the largest again, times 0, so that the screen may read past the end: no mask, and no byte more.
-    largest = tl.sum(tl.where(place == 0, i, 0), axis=0)
     to = row * 128 + tl.where(picked, COORDINATES - 1 - place, place)
     tl.store(offsets + to, tl.where(picked, i, largest) * stride)
-    listed = tl.where(picked, rounded, 0.0)
     tl.store(values + to, pack_halves(listed, listed))
     to = blocks + token * 3 * nb + block
     tl.store(to, down * 256.0)
-    tl.store(to + nb, tl.sum(listed, axis=0))
-    tl.store(to + 2 * nb, tl.sum(rx * rx * tl.where(picked, NOISE_READ, NOISE_UNREAD), axis=0))
+    tl.store(to + nb, total)
+    tl.store(to + 2 * nb, energy)
+
+
+@triton.jit
+def _add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mreader.kernels.activation_kernel import activate
-from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
+from mreader.kernels.intrinsics import let_next_start, wait_for_earlier_after
 from mreader.kernels.screen_kernel import load_sums, token_unit
 from mreader.kernels.select_kernel import count_key, score_key
 
@@ -28,6 +28,7 @@ def score_kernel(
     channels,
     strips,
     stored_rank,
+    never,  # -1
     nb: tl.constexpr,
     PARTS: tl.constexpr,
     SCORE: tl.constexpr,
@@ -70,22 +71,30 @@ def score_kernel(
             other=0.0,
         ).to(tl.float32)
         recovered = tl.sum(b * b, axis=1)
-    wait_for_earlier(DEPENDENT)
+    wait_for_earlier_after(recovered.to(tl.int32, bitcast=True) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
     of_block = here.to(tl.int64) * nb + block
     gate_sums = load_sums(sums, of_block, tile, strips, 0, PARTS, exists)
     up_sums = load_sums(sums, of_block, tile, strips, 1, PARTS, exists)
     blocks += token * 3 * nb
     unit = token_unit(blocks, nb)
-    gate = tl.sum(gate_scale * gate_sums, axis=0) * unit
-    up = tl.sum(up_scale * up_sums, axis=0) * unit
+    sums_of_block = tl.join(gate_scale * gate_sums, up_scale * up_sums)
+    if SCORE == "norm":
+        gate, up = tl.split(tl.sum(sums_of_block, axis=0))
+    else:
+        energy = tl.load(blocks + 2 * nb + block, mask=block < nb, other=0.0)[:, None]
+        errors_of_block = tl.join(gate_noise * energy, up_noise * energy)
+        # One sum of all four over the blocks: each would wait at barriers of its own.
+        every = tl.sum(tl.join(sums_of_block, errors_of_block), axis=0)
+        of_gate, of_up = tl.split(tl.permute(every, (0, 2, 1)))
+        gate, gate_error = tl.split(of_gate)
+        up, up_error = tl.split(of_up)
+    gate, up = gate * unit, up * unit
     phi, slope = activate(gate, ACTIVATION)
     p = phi * up
     if SCORE == "norm":
         score = tl.abs(weight * p) * norm
     else:
-        energy = tl.load(blocks + 2 * nb + block, mask=block < nb, other=0.0)[:, None]
-        gate_error, up_error = tl.sum(gate_noise * energy, axis=0), tl.sum(up_noise * energy, axis=0)
         down = norm * norm
         variance = slope * slope * (up * up * gate_error + gate_error * up_error) + phi * phi * up_error
         score = weight * weight * (p * p * (down - recovered) + variance * down)
