@@ -378,10 +378,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def test_the_largest_coordinates_are_listed_the_smallest_of_them_first(run: Run) -> None:
-    """Each once. Two within a rounding of float32 may change places."""
+    """Each once. Two within 2^-16 of each other may change places."""
     size = run.formula.rx.abs()
     expected = size.gather(-1, run.formula.listed)
-    torch.testing.assert_close(size.gather(-1, run.picked), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(size.gather(-1, run.picked), expected, rtol=2**-15, atol=0)
     assert (run.picked.sort(-1).values.diff() > 0).all()
 
 

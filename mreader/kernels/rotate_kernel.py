@@ -41,7 +41,8 @@ def rotate_kernel(
     """x' = Rx 2^e, e such that the largest of the block lies in [2^14, 2^15], where it is between 2^-86 and 2^115.
 
     Hadamard_128 = Hadamard_8 (x) Hadamard_16, coordinate i = 16 a + b: 3072 products instead of 16384.
-    A coordinate's place is the number of larger ones, equals counted from the left: ties go to the lower coordinate.
+    A coordinate's place is the number of larger ones. The last 7 of 24 digits of |Rx| give way to the coordinate, so
+    that one comparison orders any two: equals are listed from the left, and so may be two within 2^-16 of each other.
     """
     block, token, nb = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
@@ -62,8 +63,8 @@ def rotate_kernel(
     i = tl.arange(0, 128)
     # The bits of |Rx| are in its order, and in some order where they are NaN: 80 are picked whatever x holds.
     size = tl.abs(rx).to(tl.int32, bitcast=True)
-    ahead = (size[:, None] > size[None, :]) | ((size[:, None] == size[None, :]) & (i[:, None] < i[None, :]))
-    place = tl.sum(ahead.to(tl.int32), axis=0)
+    order = (size & ~127) | (127 - i)
+    place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
     picked = place < COORDINATES
 
     exponent = (tl.max(size, axis=0) >> 23) - 127
