@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -49,6 +48,7 @@ from mreader.output import (
     refuse_foreign,
     refuse_overlap,
     remove_conversion,
+    remove_damaged,
     require_space,
 )
 from mreader.plan import MAX_SHARD_BYTES, Plan, make_plan
@@ -256,7 +256,8 @@ class _Conversion:
             self._progress.note(f"{self._out} is complete already")
             return
         require_space(self._out, self._plan)
-        with claimed(self._out) as work:
+        work = self._out / WORK_FOLDER
+        with claimed(work, "conversion"):
             journal = self._begun_anew(work) if overwrite else self._reopened(work) or self._resumed(work)
             try:
                 if (self._out / MANIFEST).exists():
@@ -267,7 +268,6 @@ class _Conversion:
                 if self._is_empty():
                     Journal.discard(work)
                 raise
-            shutil.rmtree(work, ignore_errors=True)  # another run may be trying the lock in it
 
     @cached_property
     def _device(self) -> torch.device:
@@ -315,7 +315,7 @@ class _Conversion:
         if finished is None or (journal and journal.request == self._request and not journal.shards):
             return None  # with such a journal, the manifest is one that `_begun_anew` had no time to remove
         self._refuse_other(finished)
-        damaged = self._damaged(finished.files)
+        damaged = remove_damaged(self._out, finished.files, self._progress)
         names = {shard.name for shard in self._plan.shards} - damaged
         shards = {name: record for name, record in finished.files.items() if name in names}
         journal = Journal.create(work, self._request, finished.sources, shards)
@@ -330,7 +330,7 @@ class _Conversion:
             return None
         refuse_other_request(journal.request, self._request, self._out)
         self._refuse_changed_source(journal.sources, complete=False)
-        for name in self._damaged(journal.shards):
+        for name in remove_damaged(self._out, journal.shards, self._progress):
             del journal.shards[name]
         self._remove_records()
         return journal
@@ -349,17 +349,6 @@ class _Conversion:
                 f"{min(differing)} of the source has changed since the conversion into {self._out} began",
                 "use --overwrite to start again",
             )
-
-    def _damaged(self, recorded: dict[str, FileRecord]) -> set[str]:
-        """The names of written files that are missing or not as recorded; what there was of them is removed."""
-        self._progress.begin("checking what is finished", sum(record.bytes for record in recorded.values()))
-        records = {self._out / name: record for name, record in recorded.items()}
-        damaged = set()
-        for path, fault in changed_files(records, self._progress.advance):
-            self._progress.note(f"{path} {fault}: writing it again")
-            path.unlink(missing_ok=True)
-            damaged.add(path.relative_to(self._out).as_posix())
-        return damaged
 
     def _source_files(self) -> dict[str, int]:
         """Every source file that ends up in the result, in one form or another -> size."""

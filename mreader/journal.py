@@ -1,8 +1,8 @@
-"""The journal of a conversion: what was asked for and what is finished, one JSON line each, flushed to disk.
+"""The journal of a conversion or a restore: what was asked for and what is finished, a JSON line each, on disk at once.
 
-OUT/.mreader/journal.jsonl. The first line is the request; the others say which source file was hashed and
-which shard is in place. A line that a crash cut short or left unreadable is dropped with all after it: their work is
-done again.
+journal.jsonl in the work folder. The first line is the request; the others say which source file was hashed and which
+shard is in place; of a restore, which source file is in place. A line that a crash cut short or left unreadable is
+dropped with all after it: their work is done again.
 """
 
 import json
@@ -21,7 +21,7 @@ class Journal:
     """An open journal.
 
     request: what was asked for
-    sources: source file -> its record
+    sources: source file -> its record; of a restore, those that are in place
     shards:  finished shard -> its record
     """
 

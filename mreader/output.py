@@ -1,4 +1,4 @@
-"""The folder that a conversion writes into: whose it is, whether it has room, and how its errors read."""
+"""The folder that a conversion or a restore writes into: whose it is, whether it has room, and how its errors read."""
 
 import errno
 import fcntl
@@ -15,8 +15,10 @@ from mreader.errors import MreaderError, NoSpaceError, UsageError
 from mreader.formats.augmented import MANIFEST, SOURCE, WORK_FOLDER
 from mreader.formats.checkpoint import CONFIG, INDEX, is_safe_name
 from mreader.formats.safetensors_file import FileRecord, sync_folder
+from mreader.hashing import changed_files
 from mreader.journal import JOURNAL, Journal
 from mreader.plan import Plan
+from mreader.progress import Progress
 
 CARD = "README.md"  # push-to-hub publishes another one, so no manifest pins it
 _LOCK = "lock"
@@ -65,7 +67,7 @@ def os_errors_of(out: Path) -> Iterator[None]:
         if error.errno == errno.EFBIG:
             raise NoSpaceError(
                 f"the disk of {out}, or `ulimit -f`, does not allow a file that large",
-                "name a folder on another disk, or choose a smaller --max-shard-size with --overwrite",
+                "name a folder on another disk; a conversion may have a smaller --max-shard-size, with --overwrite",
             ) from error
         what = error.strerror or str(error)
         raise MreaderError(f"{error.filename or out}: {what}", "check the path and its permissions") from error
@@ -192,25 +194,24 @@ def _there(folder: Path) -> Path:
 
 
 @contextmanager
-def claimed(out: Path) -> Iterator[Path]:
-    """The work folder of `out`, for one conversion at a time.
+def claimed(work: Path, what: str) -> Iterator[None]:
+    """The work folder `work` for one run at a time of what writes beside it, which does `what`; it goes with its end.
 
-    Leaves nothing behind where an error ends it before there is a journal.
+    After an error the folder stays only where there is a journal in it, to resume from.
     """
-    work = out / WORK_FOLDER
-    with locked(work, "conversion"):
+    with locked(work, what):
         try:
-            yield work
+            yield
         except Exception:
             if not (work / JOURNAL).exists():
                 shutil.rmtree(work, ignore_errors=True)
             raise
+        shutil.rmtree(work, ignore_errors=True)  # another run may be trying the lock in it
 
 
 @contextmanager
-def locked(work: Path, what: str) -> Iterator[bool]:
-    """The folder `work`, made where it is not there, with a lock that goes with the process. Yields whether the lock is
-    new: otherwise a process was killed that had it.
+def locked(work: Path, what: str) -> Iterator[None]:
+    """The folder `work`, made where it is not there, with a lock that goes with the process.
 
     UsageError where another process has the lock, which does `what`. Where an error ends it, the folders that were made
     for it go again, if they are empty.
@@ -219,9 +220,8 @@ def locked(work: Path, what: str) -> Iterator[bool]:
     try:
         while (lock := _lock_file(work, what)) is None:
             pass
-        file, new = lock
-        with file:
-            yield new
+        with lock:
+            yield
     except Exception:
         _remove_created(created)
         raise
@@ -238,6 +238,18 @@ def lock(file: IO[bytes], what: str, place: str) -> None:
         raise UsageError(f"another {what} is running", f"wait for it to end, or name another {place}") from error
 
 
+def remove_damaged(folder: Path, finished: Mapping[str, FileRecord], progress: Progress) -> set[str]:
+    """The names of `finished` files that are missing or not as recorded; what there was of them is removed."""
+    progress.begin("checking what is finished", sum(record.bytes for record in finished.values()))
+    records = {folder / name: record for name, record in finished.items()}
+    damaged = set()
+    for path, fault in changed_files(records, progress.advance):
+        progress.note(f"{path} {fault}: writing it again")
+        path.unlink(missing_ok=True)
+        damaged.add(path.relative_to(folder).as_posix())
+    return damaged
+
+
 def make_folder(folder: Path) -> None:
     """`folder` and those above it, there to stay even if the power fails."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -251,17 +263,11 @@ def _remove_created(created: list[Path]) -> None:
         remove_if_empty(path)
 
 
-def _lock_file(work: Path, what: str) -> tuple[BinaryIO, bool] | None:
-    """The lock file in `work`, locked, and whether it is new; None where another process is just removing it."""
+def _lock_file(work: Path, what: str) -> BinaryIO | None:
+    """The lock file in `work`, locked; None where another process is just removing it."""
     make_folder(work)
     try:
-        file: BinaryIO
-        file, new = (work / _LOCK).open("xb"), True
-    except FileExistsError:
-        try:
-            file, new = (work / _LOCK).open("r+b"), False
-        except FileNotFoundError:
-            return None
+        file = (work / _LOCK).open("ab")
     except FileNotFoundError:
         return None
     try:
@@ -276,4 +282,4 @@ def _lock_file(work: Path, what: str) -> tuple[BinaryIO, bool] | None:
     if os.fstat(file.fileno()).st_nlink == 0:
         file.close()
         return None
-    return file, new
+    return file

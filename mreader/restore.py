@@ -1,24 +1,33 @@
-"""The source checkpoint back from an augmented one: the same files, byte for byte."""
+"""The source checkpoint back from an augmented one: the same files, byte for byte, resumable at every moment.
 
-import shutil
-from collections.abc import Iterable, Iterator
+Order of events, each durable before the next: journal; per file: its bytes, its rename, its journal line; config.json
+last, without which nothing passes for whole; then the journal goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from mreader.errors import NoSpaceError, UsageError, VerifyError
+from mreader.errors import UsageError, VerifyError
 from mreader.formats.augmented import Augmented
 from mreader.formats.checkpoint import CONFIG
-from mreader.formats.safetensors_file import HashingFile
+from mreader.formats.safetensors_file import FileRecord, HashingFile, Header
 from mreader.formats.tensors import LazyTensors, as_bytes
+from mreader.journal import Journal
 from mreader.native import Piece, open_to_verify, source_pieces
 from mreader.output import (
     CARD,
+    claimed,
     folder_named,
-    locked,
+    make_folder,
     os_errors_of,
     refuse_overlap,
-    remove_if_empty,
+    remove_damaged,
     require_space_for,
 )
 from mreader.progress import Progress
@@ -29,162 +38,157 @@ _PART = "part"
 
 
 def restore(out: str | Path, destination: str | Path, *, progress: Progress | None = None) -> list[str]:
-    """Write the files that `out` was converted from into `destination`, each checked against its recorded sha256.
+    """Write the files that `out` was converted from into `destination`, each checked against its recorded sha256; run
+    again, it resumes where it was stopped: finished files that still have their sha256 stay.
 
     Of a quantized source it writes the dequantized model instead, in files of the same names, and says so: the weights
     of the source itself are not in `out`, whose own files are then what is checked.
 
-    destination: folder that does not exist, is empty, or holds a restore that was interrupted
+    destination: folder that does not exist, is empty, or holds a restore of the same source that was interrupted
     returns:     names of source files that could not be restored: a README.md that push-to-hub has replaced
 
-    Raises VerifyError where a file would differ from the source's, UsageError where `destination` is in use.
+    Raises VerifyError where a file would differ from the source's, UsageError where `destination` is in use. Errors in
+    the middle leave the journal and the finished files to resume from.
     """
     progress, destination = progress or Progress(), folder_named(destination, "destination")
     augmented = open_to_verify(folder_named(out, "checkpoint"))
     refuse_overlap(augmented.folder, destination)
-    _refuse_used(destination)
-    if augmented.source.packed:
-        check_hashes(augmented, progress)
-        progress.note("the source is quantized: this restores the dequantized model, in BF16")
     with os_errors_of(destination):
-        sizes = _sizes(augmented)
-        with locked(destination / _WORK_FOLDER, "restore") as new:
-            if new:
-                _refuse_finished(destination)
-            interrupted = [path for path in _paths(destination, sizes) if path.is_file()]
+        return _Restore(augmented, destination, progress).run()
+
+
+@dataclass(frozen=True)
+class _Restore:
+    """One run of a restore."""
+
+    augmented: Augmented
+    destination: Path
+    progress: Progress
+
+    def run(self) -> list[str]:
+        self._refuse_used()
+        with claimed(self._work, "restore"):
+            journal = self._interrupted()
+            if self.augmented.source.packed:
+                check_hashes(self.augmented, self.progress)
+                self.progress.note("the source is quantized: this restores the dequantized model, in BF16")
+            if journal:
+                self._keep_finished(journal)
+            todo = {name: size for name, size in self._sizes.items() if journal is None or name not in journal.sources}
+            require_space_for(self.destination, sum(todo.values()))
+            journal = journal or Journal.create(self._work, self._request)
+            self.progress.begin("restoring", sum(todo.values()))
             try:
-                require_space_for(destination, sum(sizes.values()) - sum(path.stat().st_size for path in interrupted))
-            except NoSpaceError:
-                _remove_work(destination)
-                raise
-            progress.begin("restoring", sum(sizes.values()))
-            try:
-                for path in interrupted:  # now, or there would not be room for both
-                    path.unlink()
-                left_out = _restore_files(augmented, destination, progress)
+                return [name for name in todo if not self._write(name, journal)]
             except Exception:
-                _remove(destination, sizes)
+                if not self._others():
+                    Journal.discard(self._work)
                 raise
-            shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)  # another run may be trying the lock in it
-    return left_out
+
+    @property
+    def _work(self) -> Path:
+        return self.destination / _WORK_FOLDER
+
+    @property
+    def _request(self) -> dict[str, Any]:
+        """What decides the files that are written: those of the source."""
+        return {"files": self.augmented.manifest["source"]["files"]}
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """File to write -> size, in the order of writing."""
+        source = self.augmented.source
+        texts = {name: len(text.encode()) for name, text in sorted(source.texts.items(), reverse=True)}
+        return {**source.files, **{name: header.nbytes for name, header in source.headers.items()}, **texts}
+
+    def _others(self) -> list[str]:
+        return [path.name for path in self.destination.iterdir() if path.name != _WORK_FOLDER]
+
+    def _refuse_used(self) -> None:
+        """UsageError, with nothing touched, where the destination holds anything but a restore."""
+        if self.destination.exists() and not self.destination.is_dir():
+            raise UsageError(f"{self.destination} is a file", "name a folder for the result")
+        if self.destination.is_dir() and not self._work.is_dir():
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        if self._others():
+            raise UsageError(f"{self.destination} is not empty", "name an empty or a new folder")
+
+    def _interrupted(self) -> Journal | None:
+        """The journal of a restore that was interrupted. UsageError where it was one of another source, or where there
+        are files and no journal: another restore has ended since `_refuse_used`.
+        """
+        journal = Journal.load(self._work)
+        if journal is None:
+            self._refuse_others()
+        elif journal.request != self._request:
+            raise UsageError(
+                f"{self.destination} holds an unfinished restore of another checkpoint",
+                "name an empty or a new folder, or remove this one",
+            )
+        return journal
+
+    def _keep_finished(self, journal: Journal) -> None:
+        """Remove, and forget, what is not finished or damaged: now, or there would not be room for both."""
+        sizes = self._sizes
+        journal.sources = {name: record for name, record in journal.sources.items() if name in sizes and name != CONFIG}
+        for name in (CONFIG, *(sizes.keys() - journal.sources.keys()), f"{_WORK_FOLDER}/{_PART}"):
+            (self.destination / name).unlink(missing_ok=True)
+        for name in remove_damaged(self.destination, journal.sources, self.progress):
+            del journal.sources[name]
+
+    def _write(self, name: str, journal: Journal) -> bool:
+        """Write the source's file `name`; False for a README.md that is not the source's, which is left out."""
+        if name == CARD and not (self.augmented.folder / CARD).exists():
+            return False
+        with HashingFile(self._work / _PART, self.destination / name) as file:
+            for data in self._data(name):
+                file.write(data)
+                self.progress.advance(len(data))
+            if self._is_other(name, file.record()):
+                if name == CARD:
+                    return False
+                raise VerifyError(
+                    f"{name} would differ from the source's file of that name",
+                    "`mreader verify` says where the checkpoint is damaged; mend it, and run the same command again",
+                )
+            make_folder((self.destination / name).parent)
+            journal.finish_source(name, file.commit())
+        return True
+
+    def _is_other(self, name: str, record: FileRecord) -> bool:
+        """Whether what was written is not the source's file. Of dequantized weights there is no record."""
+        source = self.augmented.source
+        if source.packed and name not in source.files:
+            return False
+        return record != FileRecord.of(self.augmented.manifest["source"]["files"][name])
+
+    def _data(self, name: str) -> Iterator[bytes | memoryview]:
+        source = self.augmented.source
+        if name in source.headers:
+            yield from self._shard(source.headers[name])
+        elif name in source.texts:
+            yield source.texts[name].encode()
+        elif (original := self.augmented.folder / name).exists():
+            with original.open("rb") as file:
+                while chunk := file.read(1 << 22):
+                    yield chunk
+        else:
+            raise VerifyError(f"{name} of the source is missing", "download the checkpoint again")
+
+    def _shard(self, header: Header) -> Iterator[bytes | memoryview]:
+        pieces = source_pieces(self.augmented.architecture.layers)
+        yield len(header.text).to_bytes(8, "little") + header.text
+        for name in header.tensors:
+            with self.augmented.tensors() as tensors:
+                for piece in _tensors(tensors, name, pieces):
+                    yield as_bytes(piece)
 
 
-def _sizes(augmented: Augmented) -> dict[str, int]:
-    """File to write -> size."""
-    if not augmented.source.packed:
-        return {name: int(entry["bytes"]) for name, entry in augmented.manifest["source"]["files"].items()}
-    source = augmented.source
-    texts = {name: len(text.encode()) for name, text in source.texts.items()}
-    return {**{name: header.nbytes for name, header in source.headers.items()}, **texts, **source.files}
-
-
-def _paths(destination: Path, names: Iterable[str]) -> list[Path]:
-    """What a restore of files of these `names` writes; config.json first, without which nothing passes for whole."""
-    ordered = sorted(names, key=lambda name: (name != CONFIG, name))
-    return [destination / name for name in (*ordered, f"{_WORK_FOLDER}/{_PART}")]
-
-
-def _restore_files(augmented: Augmented, destination: Path, progress: Progress) -> list[str]:
-    left_out = [name for name in augmented.source.files if not _copy(augmented, name, destination, progress)]
-    for name in augmented.source.headers:
-        _restore_shard(augmented, name, destination, progress)
-    for name, text in sorted(augmented.source.texts.items(), reverse=True):  # config.json last
-        with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file:
-            file.write(text.encode())
-            _commit(augmented, name, file)
-        progress.advance(len(text.encode()))
-    return left_out
-
-
-def _remove(destination: Path, names: Iterable[str]) -> None:
-    """Remove a restore that failed: nothing of it could be used by another one.
-
-    Only for the one that has the lock: it began with a folder that holds none of these files.
-    """
-    folders = set()
-    for path in _paths(destination, names):
-        path.unlink(missing_ok=True)
-        folders |= {parent for parent in path.parents if destination in parent.parents}
-    for folder in sorted(folders - {destination / _WORK_FOLDER}, reverse=True):
-        remove_if_empty(folder)
-    _remove_work(destination)
-
-
-def _remove_work(destination: Path) -> None:
-    """Remove the work folder, unless it says of other files whose they are: those of a restore that was interrupted."""
-    if not _others(destination):
-        shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
-
-
-def _others(destination: Path) -> list[str]:
-    return [path.name for path in destination.iterdir() if path.name != _WORK_FOLDER]
-
-
-def _restore_shard(augmented: Augmented, name: str, destination: Path, progress: Progress) -> None:
-    header = augmented.source.headers[name]
-    pieces = source_pieces(augmented.architecture.layers)
-    (destination / name).parent.mkdir(parents=True, exist_ok=True)
-    with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file:
-        file.write(len(header.text).to_bytes(8, "little") + header.text)
-        for tensor in header.tensors:
-            with augmented.tensors() as tensors:
-                for piece in _data(tensors, tensor, pieces):
-                    data = as_bytes(piece)
-                    file.write(data)
-                    progress.advance(len(data))
-        _commit(augmented, name, file)
-
-
-def _data(tensors: LazyTensors, name: str, pieces: dict[str, list[Piece]]) -> Iterator[Tensor]:
+def _tensors(tensors: LazyTensors, name: str, pieces: dict[str, list[Piece]]) -> Iterator[Tensor]:
     if name not in pieces:
         yield tensors[name]
         return
     for piece in pieces[name]:
         yield piece.data(tensors)
-
-
-def _copy(augmented: Augmented, name: str, destination: Path, progress: Progress) -> bool:
-    """Whether the source's file `name` could be copied: push-to-hub publishes its own README.md."""
-    original = augmented.folder / name
-    if not original.exists():
-        if name == CARD:
-            return False
-        raise VerifyError(f"{name} of the source is missing", "download the checkpoint again")
-    (destination / name).parent.mkdir(parents=True, exist_ok=True)
-    with HashingFile(destination / _WORK_FOLDER / _PART, destination / name) as file, original.open("rb") as data:
-        while chunk := data.read(1 << 22):
-            file.write(chunk)
-            progress.advance(len(chunk))
-        if name == CARD and file.record()[0] != augmented.manifest["source"]["files"][name]["sha256"]:
-            return False
-        _commit(augmented, name, file)
-    return True
-
-
-def _commit(augmented: Augmented, name: str, file: HashingFile) -> None:
-    recorded = augmented.manifest["source"]["files"][name]
-    dequantized = augmented.source.packed and name not in augmented.source.files
-    if not dequantized and file.record() != (recorded["sha256"], recorded["bytes"]):
-        raise VerifyError(
-            f"{name} would differ from the source's file of that name",
-            "the checkpoint is damaged: `mreader verify` says where",
-        )
-    file.commit()
-
-
-def _refuse_used(destination: Path) -> None:
-    if destination.exists() and not destination.is_dir():
-        raise UsageError(f"{destination} is a file", "name a folder for the result")
-    if destination.is_dir() and _others(destination) and not (destination / _WORK_FOLDER).is_dir():
-        raise _not_empty(destination)
-
-
-def _refuse_finished(destination: Path) -> None:
-    """UsageError where another restore began and ended since `_refuse_used`."""
-    if _others(destination):
-        shutil.rmtree(destination / _WORK_FOLDER, ignore_errors=True)
-        raise _not_empty(destination)
-
-
-def _not_empty(destination: Path) -> UsageError:
-    return UsageError(f"{destination} is not empty", "name an empty or a new folder")

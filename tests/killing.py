@@ -150,14 +150,40 @@ def restore(out: Path, destination: Path) -> None:
     task(out, destination)
 
 
+def restore_with_limit(out: Path, destination: Path, largest_file: int) -> None:
+    """The command, where no file may grow larger. Its exit status is that of the process."""
+    _command_with_limit(largest_file, "restore", str(out), str(destination), "-q")
+
+
+def restore_slowly(out: Path, destination: Path) -> None:
+    """A restore that takes at least half a second."""
+    from mreader.progress import Progress
+    from mreader.restore import restore as task
+
+    class Slow(Progress):
+        def begin(self, what: str, total: int, unit: str = "bytes") -> None:
+            self.second = 2 * max(total, 1)
+
+        def advance(self, amount: int) -> None:
+            time.sleep(amount / self.second)
+
+    task(out, destination, progress=Slow())
+
+
 def convert_with_limit(source: Path, out: Path, max_shard_bytes: int, largest_file: int) -> None:
     """The command, where no file may grow larger. Its exit status is that of the process."""
+    size = str(max_shard_bytes)
+    _command_with_limit(
+        largest_file, "convert", str(source), str(out), "--device", "cpu", "-q", "--max-shard-size", size
+    )
+
+
+def _command_with_limit(largest_file: int, *arguments: str) -> None:
     from mreader.cli.main import main
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does when it starts: an error is raised instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    size = str(max_shard_bytes)
-    sys.argv = ["mreader", "convert", str(source), str(out), "--device", "cpu", "-q", "--max-shard-size", size]
+    sys.argv = ["mreader", *arguments]
     main()
 
 

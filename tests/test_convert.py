@@ -430,7 +430,7 @@ def test_no_lock_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mreader.output.Path.open", full)
-    with pytest.raises(OSError, match="No space"), claimed(tmp_path / "new" / "out"):
+    with pytest.raises(OSError, match="No space"), claimed(tmp_path / "new" / "out" / "work", "conversion"):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,18 +20,19 @@ from commands import contents
 from commands import mreader as command
 from quantizers import AWQ, CASES, FLOAT8, FP8, GPTQ, Case, Stored, fp8, make, scheme
 from safetensors.torch import load_file, save_file
-from sources import INDEX, all_tensors, edit_json, read_json
+from sources import INDEX, all_tensors, edit_json, read_json, shards
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import mreader
 from mreader.card import model_card, read_facts
 from mreader.formats.augmented import open_augmented
+from mreader.formats.safetensors_file import FileRecord, HashingFile
 from mreader.journal import Journal
 from mreader.runtime import reader_mode, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
-USAGE, SOURCE, VERIFY, UNSUPPORTED = 2, 3, 5, 6
+USAGE, SOURCE, SPACE, VERIFY, UNSUPPORTED = 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,26 @@ def test_restore_says_that_it_gives_the_dequantized_model(made: Made, tmp_path: 
     assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in made.full.iterdir()}
     assert json.loads(command("restore", made.out, tmp_path / "again", "--json").out)["dequantized_from"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_a_restore_that_was_interrupted_keeps_its_dequantized_shards(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back, commit = tmp_path / "back", HashingFile.commit
+
+    def full_at_the_end(file: HashingFile) -> FileRecord:
+        if file.target.name == "config.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return commit(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HashingFile, "commit", full_at_the_end)
+        assert command("restore", made.out, back).code == SPACE
+    before = {path: path.stat().st_ino for path in shards(back)}
+    assert command("restore", made.out, back).code == 0
+    assert {path: path.stat().st_ino for path in shards(back)} == before
+    assert command("restore", made.out, tmp_path / "whole").code == 0
+    assert contents(back) == contents(tmp_path / "whole")
 
 
 def test_without_dtype_the_error_has_the_command(made: Made, tmp_path: Path) -> None:

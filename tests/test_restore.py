@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
 import os
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,14 @@ from typing import Any
 import killing
 import pytest
 from commands import contents, mreader
-from sources import copied, edit_json, make_source, shards
+from sources import copied, edit_json, edit_tensor, make_source, shards
 
+from mreader import FormatOptions
 from mreader.convert import convert
 from mreader.output import locked
 
 USAGE, SOURCE, SPACE, VERIFY = 2, 3, 4, 5
+WORK_FOLDER = ".mreader-restore"
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +72,160 @@ def test_what_was_restored_can_be_converted_again(augmented: Path, tmp_path: Pat
     assert contents(tmp_path / "out") == contents(augmented)
 
 
+def names_of_whole_files(back: Path, source: Path) -> set[str]:
+    """What a stopped restore leaves under the names of the source, all of it whole."""
+    here, there = contents(back) if back.exists() else {}, contents(source)
+    whole = {name for name in here if name.split("/")[0] != WORK_FOLDER and (back / name).is_file()}
+    assert {name: here[name][1] for name in whole} == {name: there[name][1] for name in whole}
+    return whole
+
+
 def test_killed_and_run_again(source: Path, augmented: Path, tmp_path: Path) -> None:
     steps = killing.count_changes(tmp_path / "x", killing.restore, augmented, tmp_path / "x")
     assert steps > 20
     for step in range(1, steps, steps // 5):
         back = tmp_path / str(step)
         assert killing.run_and_kill_at(step, back, killing.restore, augmented, back) == -9
+        names_of_whole_files(back, source)
         assert not (back / "config.json").exists() or step > steps - 5
         assert mreader("restore", augmented, back).code == 0
         check_restored(back, source)
+
+
+def test_killed_at_random_moments(source: Path, augmented: Path, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    assert killing.run(killing.restore_slowly, augmented, tmp_path / "timed") == 0
+    seconds, back = time.perf_counter() - start, tmp_path / "back"
+    draw, killed = random.Random(4), 0
+    while killed < 6:
+        if killing.run_and_kill(draw.uniform(0.1, 0.9) * seconds, killing.restore_slowly, augmented, back) == 0:
+            check_restored(back, source)
+            back = back.with_name(f"{back.name}x")
+            continue
+        killed += 1
+        names_of_whole_files(back, source)
+    assert mreader("restore", augmented, back).code == 0
+    check_restored(back, source)
+
+
+@pytest.fixture(scope="module")
+def half_done(augmented: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A restore that was killed as it put its fourth shard in place. Tests copy it."""
+    folder = tmp_path_factory.mktemp("half")
+    recorded = killing.changes(folder / "x", killing.restore, augmented, folder / "x")
+    step = recorded.index(f"os.rename {WORK_FOLDER}/part model-00004-of-00006.safetensors")
+    assert killing.run_and_kill_at(step, folder / "back", killing.restore, augmented, folder / "back") == -9
+    assert [path.name[6:11] for path in shards(folder / "back")] == ["00001", "00002", "00003"]
+    return folder / "back"
+
+
+def test_finished_files_are_kept(source: Path, augmented: Path, half_done: Path, tmp_path: Path) -> None:
+    back = copied(half_done, tmp_path / "back")
+    before = {name: (back / name).stat() for name in names_of_whole_files(back, source)}
+    assert len(before) == 10
+    assert mreader("restore", augmented, back).code == 0
+    check_restored(back, source)
+    for name, stat in before.items():
+        after = (back / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns), name
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model-00002-of-00006.safetensors", lambda path: flip(path)),
+        ("model-00002-of-00006.safetensors", lambda path: os.truncate(path, 100)),
+        ("nested/deeper/vocabulary.txt", lambda path: path.unlink()),
+    ],
+    ids=["flipped", "truncated", "removed"],
+)
+def test_a_finished_file_that_was_damaged_is_written_again(
+    source: Path, augmented: Path, half_done: Path, tmp_path: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    back = copied(half_done, tmp_path / "back")
+    damage(back / name)
+    ran = mreader("restore", augmented, back)
+    assert ran.code == 0
+    assert f"{back / name}" in ran.err
+    assert "writing it again" in ran.err
+    check_restored(back, source)
+
+
+def test_config_does_not_stand_beside_a_shard_that_is_missing(source: Path, augmented: Path, tmp_path: Path) -> None:
+    """Killed once all was finished, then a shard is lost: while that is written, nothing passes for whole."""
+    recorded = killing.changes(tmp_path / "x", killing.restore, augmented, tmp_path / "x")
+    back, step = tmp_path / "back", recorded.index(f"os.rename {WORK_FOLDER}/part config.json") + 2
+    assert recorded[step - 1] == f"open {WORK_FOLDER}/journal.jsonl"
+    assert killing.run_and_kill_at(step, back, killing.restore, augmented, back) == -9
+    assert (back / "config.json").exists()
+    shards(back)[0].unlink()
+    again = killing.changes(copied(back, tmp_path / "y"), killing.restore, augmented, tmp_path / "y")
+    assert again.index("os.remove config.json") < again.index(f"open {WORK_FOLDER}/part")
+    check_restored(tmp_path / "y", source)
+
+
+def test_files_of_the_user_beside_an_interrupted_restore_stay(
+    source: Path, augmented: Path, half_done: Path, tmp_path: Path
+) -> None:
+    back = copied(half_done, tmp_path / "back")
+    (back / "notes.txt").write_text("mine")
+    assert mreader("restore", augmented, back).code == 0
+    assert (back / "notes.txt").read_text() == "mine"
+    (back / "notes.txt").unlink()
+    check_restored(back, source)
+
+
+def test_an_unfinished_restore_of_another_checkpoint_is_left_alone(
+    source: Path, half_done: Path, tmp_path: Path
+) -> None:
+    other = copied(source, tmp_path / "source")
+    edit_tensor(other, "model.norm.weight", lambda t: t.add_(1))
+    convert(other, tmp_path / "out", device="cpu")
+    back = copied(half_done, tmp_path / "back")
+    before = contents(back)
+    ran = mreader("restore", tmp_path / "out", back)
+    assert f"{back} holds an unfinished restore of another checkpoint" in ran.cause
+    assert ran.code == USAGE
+    assert contents(back) == before
+
+
+def test_another_conversion_of_the_same_source_resumes_it(source: Path, half_done: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", FormatOptions(rank=8), device="cpu")
+    back = copied(half_done, tmp_path / "back")
+    kept = shards(back)[0].stat().st_ino
+    assert mreader("restore", tmp_path / "out", back).code == 0
+    check_restored(back, source)
+    assert shards(back)[0].stat().st_ino == kept
+
+
+def test_file_that_may_not_grow_leaves_what_can_be_resumed(source: Path, augmented: Path, tmp_path: Path) -> None:
+    """As on a disk that fills up."""
+    back = tmp_path / "back"
+    sizes = {path.name: path.stat().st_size for path in shards(source)}
+    largest = max(sizes.values())
+    assert killing.run(killing.restore_with_limit, augmented, back, largest - 1) == SPACE
+    whole = names_of_whole_files(back, source)
+    assert whole
+    assert not whole & {"config.json", max(sizes, key=sizes.__getitem__)}
+    assert not (back / WORK_FOLDER / "part").exists()
+    kept = (back / min(whole)).stat().st_ino
+    assert mreader("restore", augmented, back).code == 0
+    check_restored(back, source)
+    assert (back / min(whole)).stat().st_ino == kept
+
+
+def test_disk_that_is_full_at_once_leaves_nothing(
+    augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mreader.formats.safetensors_file.HashingFile.commit", full)
+    ran = mreader("restore", augmented, tmp_path / "new" / "back")
+    assert "is full" in ran.cause
+    assert "the same command to resume" in ran.err
+    assert ran.code == SPACE
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_card_of_the_source_may_have_been_replaced(source: Path, augmented: Path, tmp_path: Path) -> None:
@@ -146,16 +296,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_checkpoint(augmented: Path, tmp_path: Path, kind: str) -> None:
-    """Nothing is left of a restore that cannot end well."""
+def test_damaged_checkpoint(source: Path, augmented: Path, tmp_path: Path, kind: str) -> None:
+    """Of its restore only whole files are left, if any, and it ends once the checkpoint is mended."""
     damage, word = DAMAGE[kind]
-    out = copied(augmented, tmp_path / "out")
+    out, back = copied(augmented, tmp_path / "out"), tmp_path / "back"
     damage(out)
-    before = contents(tmp_path)
-    ran = mreader("restore", out, tmp_path / "back")
+    before = contents(out)
+    ran = mreader("restore", out, back)
     assert word in ran.cause
     assert ran.code == VERIFY
-    assert contents(tmp_path) == before
+    assert contents(out) == before
+    assert "config.json" not in (whole := names_of_whole_files(back, source))
+    assert back.exists() == bool(whole)
+    assert mreader("restore", augmented, back).code == 0
+    check_restored(back, source)
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt", "a/../../outside.txt"])
@@ -183,8 +337,7 @@ def test_destination_on_a_small_disk(augmented: Path, tmp_path: Path, monkeypatc
 def test_two_restores_into_one_folder(augmented: Path, tmp_path: Path) -> None:
     """The second is refused, and touches nothing that the first has written."""
     back = tmp_path / "back"
-    with locked(back / ".mreader-restore", "restore") as new:
-        assert new
+    with locked(back / WORK_FOLDER, "restore"):
         (back / "config.json").write_text("of the first")
         before = contents(back)
         ran = mreader("restore", augmented, back)
@@ -200,7 +353,7 @@ def test_a_restore_that_begins_as_another_ends(
     back = tmp_path / "back"
     assert mreader("restore", augmented, back).code == 0
     before = contents(back)
-    monkeypatch.setattr(importlib.import_module("mreader.restore"), "_refuse_used", lambda _: None)
+    monkeypatch.setattr(importlib.import_module("mreader.restore")._Restore, "_refuse_used", lambda _: None)
     ran = mreader("restore", augmented, back)
     assert "is not empty" in ran.cause
     assert ran.code == USAGE
@@ -208,15 +361,22 @@ def test_a_restore_that_begins_as_another_ends(
 
 
 def test_what_an_interrupted_restore_left_counts_as_room(
-    source: Path, augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, augmented: Path, half_done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    back = copied(source, tmp_path / "back")
-    (back / ".mreader-restore").mkdir()
-    (back / ".mreader-restore" / "lock").touch()
-    monkeypatch.setattr("mreader.output.free_bytes", lambda _: 0)
+    """Also the half of a file, which is removed first."""
+    back = copied(half_done, tmp_path / "back")
+    assert (back / WORK_FOLDER / "part").stat().st_size == shards(source)[3].stat().st_size
+    missing = [path for path in source.rglob("*") if path.is_file() and not (back / path.relative_to(source)).exists()]
+    needed = sum(path.stat().st_size for path in missing)
+    monkeypatch.setattr("mreader.output.free_bytes", lambda _: needed - 1)
+    kept = names_of_whole_files(back, source)
+    assert mreader("restore", augmented, back).code == SPACE
+    assert names_of_whole_files(back, source) == kept
+    assert not (back / WORK_FOLDER / "part").exists()
+    monkeypatch.setattr("mreader.output.free_bytes", lambda _: needed)
+    assert mreader("restore", augmented, tmp_path / "new").code == SPACE
     assert mreader("restore", augmented, back).code == 0
     check_restored(back, source)
-    assert mreader("restore", augmented, tmp_path / "new").code == SPACE
 
 
 def test_empty_names(augmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

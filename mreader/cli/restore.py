@@ -18,7 +18,7 @@ def restore_command(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the checkpoint that OUT was converted from into DST, file for file."""
+    """Write the checkpoint that OUT was converted from into DST, file for file; run again, it resumes."""
     with progress(verbosity(quiet, verbose)) as bar:
         left_out = restore(path, destination, progress=bar)
     quantized = open_augmented(Path(path)).source.quantized
