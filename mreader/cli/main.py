@@ -27,7 +27,7 @@ _COMMANDS = {
     ),
     "restore": (
         "restore:restore_command",
-        "Write the checkpoint that OUT was converted from into DST, file for file.",
+        "Write the checkpoint that OUT was converted from into DST, file for file; run again, it resumes.",
     ),
     "generate": (
         "generate:generate_command",
