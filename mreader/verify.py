@@ -17,7 +17,7 @@ from mreader.errors import SourceError, VerifyError
 from mreader.formats.architectures import RoutedLayer
 from mreader.formats.augmented import MANIFEST, SOURCE, Augmented
 from mreader.formats.bits import refuse_non_finite
-from mreader.formats.checkpoint import Checkpoint, open_checkpoint
+from mreader.formats.checkpoint import Checkpoint, list_files, open_checkpoint
 from mreader.formats.codes import BLOCK, Code
 from mreader.formats.coding import unpack, values
 from mreader.formats.quantized import dequantized
@@ -55,6 +55,7 @@ _BASIS_APART = 5e-3
 # that is a few percent, and one pass of the iteration more or less moves it by more than a thousandth of itself.
 _ENERGY_APART = 5e-4
 _HALF_SPACING = 2.0**-25  # of FP16's subnormal numbers, half of what rounding may move a small coefficient by
+_LOADED = (".safetensors", ".index.json")  # by one loader or another, by the name alone
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,15 @@ class _Difference:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked."""
+    """What was checked.
+
+    unlisted: names of files in the folder that do not belong to the checkpoint, which were not
+    """
 
     files: int
     tensors: int
     layers_compared: int
+    unlisted: tuple[str, ...]
 
 
 def verify(out: str | Path, source: str | Path | None = None, *, progress: Progress | None = None) -> Verified:
@@ -86,10 +91,16 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
             no few main directions any noise turns it: U must be orthonormal, every b_j = U^T d_j within 1e-3, and U
             must keep as much of the down projections' energy as another one, up to 0.05 % of all their energy
 
-    Raises VerifyError naming the first file or tensor at fault, and what `open_augmented` raises.
+    Files that do not belong to the checkpoint are named in the result, and no more: they may be the user's own. Stale
+    weights and indexes fail, *.safetensors and *.index.json in the folder itself, since loaders go by the name alone:
+    vLLM takes every shard there where there is no index, mlx-lm every model*.safetensors whatever the index says.
+
+    Raises VerifyError naming the first file or tensor at fault, or all stale files, and what `open_augmented` raises.
     """
     progress = progress or Progress()
     augmented = open_to_verify(Path(out))
+    unlisted = _unlisted(augmented)
+    _refuse_stale_weights(unlisted)
     check_hashes(augmented, progress)
     _check_finite(augmented, progress)
     layers = 0
@@ -102,15 +113,36 @@ def verify(out: str | Path, source: str | Path | None = None, *, progress: Progr
                 _compare_layer(augmented, original, layer, pool)
                 progress.advance(sum(original.spec(name).nbytes for name in layer.tensors))
                 layers += 1
-    return Verified(len(augmented.manifest["files"]), len(augmented.checkpoint.tensors), layers)
+    return Verified(len(augmented.manifest["files"]), len(augmented.checkpoint.tensors), layers, unlisted)
+
+
+def _own_files(augmented: Augmented) -> tuple[str, ...]:
+    """The files that the manifest has to list."""
+    names = (*augmented.checkpoint.headers, *augmented.checkpoint.texts, SOURCE, *augmented.source.files)
+    return tuple(name for name in names if name != CARD)
+
+
+def _unlisted(augmented: Augmented) -> tuple[str, ...]:
+    """The files in the folder that are not of the checkpoint; a README.md may be anyone's."""
+    own = {*augmented.manifest["files"], *_own_files(augmented), MANIFEST, CARD}
+    return tuple(name for name in list_files(augmented.folder) if name not in own)
+
+
+def _refuse_stale_weights(unlisted: tuple[str, ...]) -> None:
+    stale = [name for name in unlisted if name.endswith(_LOADED) and "/" not in name]
+    if stale:
+        raise VerifyError(
+            f"weights that are not of the checkpoint, but that loaders may take: {', '.join(stale)}",
+            "remove what is out of date, or move it elsewhere",
+        )
 
 
 def check_hashes(augmented: Augmented, progress: Progress) -> None:
     """VerifyError where a file of the checkpoint is not as its manifest says."""
     records = {augmented.folder / name: FileRecord.of(e) for name, e in augmented.manifest["files"].items()}
     names = {path.relative_to(augmented.folder).as_posix() for path in records}
-    for name in (*augmented.checkpoint.headers, *augmented.checkpoint.texts, SOURCE, *augmented.source.files):
-        if name not in names and name != CARD:
+    for name in _own_files(augmented):
+        if name not in names:
             raise VerifyError(f"{MANIFEST} does not list {name}", "convert the source again")
     progress.begin("checksums", sum(record.bytes for record in records.values()))
     for path, fault in changed_files(records, progress.advance):

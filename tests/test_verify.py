@@ -91,7 +91,8 @@ def test_good(source: Path, out: Path) -> None:
         assert (ran.code, ran.out) == (0, "")
         assert f"{out} is good" in ran.err
     ran = mreader("verify", out, "--source", source, "--json")
-    assert json.loads(ran.out) == {"ok": True, "files": 9, "tensors": len(all_tensors(out)), "layers_compared": 3}
+    tensors = len(all_tensors(out))
+    assert json.loads(ran.out) == {"ok": True, "files": 9, "tensors": tensors, "layers_compared": 3, "unlisted": []}
 
 
 @pytest.mark.parametrize("options", [FormatOptions(codes="quaternary"), FormatOptions(rank=0), FormatOptions(rank=192)])
@@ -397,13 +398,49 @@ def test_files(out: Path, damage: Callable[[Path], Any], code: int, words: list[
     assert ran.code == code
 
 
-def test_files_that_do_not_belong_to_it_do_not_matter(source: Path, out: Path) -> None:
+def test_files_that_do_not_belong_to_it_are_named(source: Path, out: Path) -> None:
+    """Also weights that no loader takes: in a folder of their own, or of a kind that gives way to safetensors."""
     (out / "notes.txt").write_text("mine")
-    (out / "README.md").write_text("the card that push-to-hub wrote")
-    (out / "old.safetensors").write_bytes(b"no header")
+    (out / "pytorch_model.bin").write_bytes(b"old")
     (out / "another").mkdir()
     save_file({"x": torch.zeros(1)}, out / "another" / "model.safetensors")
-    assert mreader("verify", out, "--source", source).code == 0
+    (out / "nested" / "mine.txt").write_text("mine")
+    (out / "README.md").write_text("the card that push-to-hub wrote")
+    (out / ".git").mkdir()
+    for kept_by_tools in (".git/config", ".gitattributes"):
+        (out / kept_by_tools).write_text("")
+    names = ["another/model.safetensors", "nested/mine.txt", "notes.txt", "pytorch_model.bin"]
+    ran = mreader("verify", out, "--source", source)
+    assert f"not part of it, and not checked: {', '.join(names)} (" in " ".join(ran.err.split())
+    assert ran.code == 0
+    assert json.loads(mreader("verify", out, "--json").out)["unlisted"] == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00007-of-00009.safetensors",
+        "consolidated.safetensors",
+        "model.fp16.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+    ],
+)
+def test_stale_weights_that_a_loader_may_take(out: Path, name: str) -> None:
+    (out / name).write_bytes(b"of an earlier conversion")
+    ran = mreader("verify", out)
+    assert ran.cause.endswith(f"that loaders may take: {name}")
+    assert "remove what is out of date" in ran.err
+    assert ran.code == VERIFY
+
+
+def test_all_stale_weights_are_named(source: Path, tmp_path: Path) -> None:
+    """Of a checkpoint with an index, where loaders go by it, as well."""
+    convert(source, tmp_path / "out", device="cpu", max_shard_bytes=700_000)
+    for number in (8, 9):
+        (tmp_path / "out" / f"model-0000{number}-of-00009.safetensors").write_bytes(b"stale")
+    ran = mreader("verify", tmp_path / "out")
+    assert ran.cause.endswith(": model-00008-of-00009.safetensors, model-00009-of-00009.safetensors")
+    assert ran.code == VERIFY
 
 
 def test_links_as_in_the_hub_cache(source: Path, augmented: Path, tmp_path: Path) -> None:

@@ -29,3 +29,8 @@ def verify_command(
     elif not quiet:
         compared = f", {counted(verified.layers_compared, 'layer')} equal to the source's" if source else ""
         err.print(f"{path} is good: {counted(verified.files, 'file')}, {counted(verified.tensors, 'tensor')}{compared}")
+        if verified.unlisted:
+            names = ", ".join(verified.unlisted)
+            err.print(
+                f"not part of it, and not checked: {names} (push-to-hub leaves them out, a copy of the folder does not)"
+            )

@@ -156,7 +156,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SourceError(
             f"{folder} {what}", "name a folder with config.json and safetensors, or a Hub id like org/name"
         )
-    sizes = _files(folder)
+    sizes = list_files(folder)
     checkpoint = assemble(
         folder, sizes, lambda name: _read_text(folder / name), lambda name: read_header(folder / name)
     )
@@ -225,10 +225,10 @@ def is_safe_name(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def _files(folder: Path) -> dict[str, int]:
-    """Every file below `folder`, links resolved -> its size; folders of tools are left out."""
+def list_files(folder: Path) -> dict[str, int]:
+    """Every file below `folder`, links resolved -> its size; what tools keep there is left out."""
     sizes = {}
-    for name in sorted(_names(folder)):
+    for name in sorted(name for name in _names(folder) if not _is_of_tools(name)):
         path = folder / name
         try:
             sizes[name] = path.stat().st_size
