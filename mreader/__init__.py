@@ -20,16 +20,27 @@ if TYPE_CHECKING:
     from mreader.errors import MreaderError
     from mreader.formats.augmented import FormatOptions
     from mreader.restore import restore
-    from mreader.runtime import load, reader_mode, set_budget
+    from mreader.runtime import load, reader_budget, reader_mode, set_budget
     from mreader.verify import verify
 
-__all__ = ["FormatOptions", "MreaderError", "convert", "load", "reader_mode", "restore", "set_budget", "verify"]
+__all__ = [
+    "FormatOptions",
+    "MreaderError",
+    "convert",
+    "load",
+    "reader_budget",
+    "reader_mode",
+    "restore",
+    "set_budget",
+    "verify",
+]
 
 _HOMES = {
     "FormatOptions": "mreader.formats.augmented",
     "MreaderError": "mreader.errors",
     "convert": "mreader.convert",
     "load": "mreader.runtime",
+    "reader_budget": "mreader.runtime",
     "reader_mode": "mreader.runtime",
     "restore": "mreader.restore",
     "set_budget": "mreader.runtime",

@@ -53,26 +53,33 @@ _WHERE_AND_AS_WHOM = (
 _decoding: ContextVar[frozenset[int]] = ContextVar("mreader_decoding", default=frozenset())
 _phases: ContextVar[dict[int, bool]] = ContextVar("mreader_phases", default={})  # noqa: B039
 _modes: ContextVar[dict[int, Mode]] = ContextVar("mreader_modes", default={})  # noqa: B039
+_budgets: ContextVar[dict[int, Budget]] = ContextVar("mreader_budgets", default={})  # noqa: B039
 
 
 @dataclass
 class Runtime:
-    """What all routed layers of a loaded model share; `set_budget` changes it.
+    """What all routed layers of a loaded model share.
 
     stored:  a layer in the layout on disk
     layers:  how many there are
+    default: the budget outside of `reader_budget`; `set_budget` changes it
     experts: the first one's module, which tells on what device the model is
     """
 
     stored: BlockShape
     layers: int
-    budget: Budget
+    default: Budget
     experts: Any = field(repr=False)
 
     @property
     def shape(self) -> BlockShape:
         """A layer in the layout that the model's device reads."""
         return _laid_out(self.stored, layout_of(self.experts))
+
+    @property
+    def budget(self) -> Budget:
+        """How much a decode step reads: the model's budget, or what `reader_budget` says in this thread."""
+        return _budgets.get().get(id(self), self.default)
 
     @property
     def settings(self) -> ReadSettings:
@@ -192,7 +199,8 @@ def set_budget(
     score: str | None = None,
     rank: int | None = None,
 ) -> ReadSettings:
-    """Change how much a decode step reads; what is not given stays as it is. Returns the settings now in force.
+    """Change how much a decode step of the model reads, in every thread but within a `reader_budget`; what is not given
+    stays as it is. Returns the settings that it means.
 
     channels:    fraction f of the K * I candidate channels: k = round(f * K * I)
     reads:       fraction of the dense reads instead: k is the largest whose counted reads do not exceed it
@@ -204,10 +212,35 @@ def set_budget(
     alone exceed, naming the least possible.
     """
     runtime = runtime_of(model)
+    budget = runtime.default.change(channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
+    settings = budget.resolve(runtime.shape)
+    runtime.default = budget
+    return settings
+
+
+@contextmanager
+def reader_budget(
+    model: nn.Module,
+    *,
+    channels: float | None = None,
+    reads: float | None = None,
+    coordinates: int | None = None,
+    score: str | None = None,
+    rank: int | None = None,
+) -> Iterator[ReadSettings]:
+    """Within the block, how much a decode step of this thread reads; what is not given is as it was before the block.
+
+    For threads that share a model: one that is started within the block is not in it, and what `set_budget` changes
+    meanwhile does not reach it. Arguments and errors are those of `set_budget`.
+    """
+    runtime = runtime_of(model)
     budget = runtime.budget.change(channels=channels, reads=reads, coordinates=coordinates, score=score, rank=rank)
     settings = budget.resolve(runtime.shape)
-    runtime.budget = budget
-    return settings
+    token = _budgets.set({**_budgets.get(), id(runtime): budget})
+    try:
+        yield settings
+    finally:
+        _budgets.reset(token)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import mreader
 from mreader import experts
 from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.experts import experts_forward
-from mreader.runtime import reader_mode, runtime_of, set_budget
+from mreader.runtime import reader_budget, reader_mode, runtime_of, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -256,8 +257,39 @@ class TestBudget:
         assert runtime_of(olmoe).settings == before
 
     def test_a_plain_model_has_none(self, converted: dict[str, tuple[Path, Path]]) -> None:
+        model = _load(converted["olmoe"][0])
         with pytest.raises(UsageError, match="not loaded from an augmented checkpoint"):
-            set_budget(_load(converted["olmoe"][0]), channels=0.1)
+            set_budget(model, channels=0.1)
+        with pytest.raises(UsageError, match="not loaded from an augmented checkpoint"), reader_budget(model):
+            pass
+
+    def test_a_block_changes_what_is_given_and_is_put_back(self, olmoe: PreTrainedModel) -> None:
+        before = runtime_of(olmoe).settings
+        with reader_budget(olmoe, channels=0.5) as half:
+            assert half == runtime_of(olmoe).settings == replace(before, k=round(0.5 * ROUTED * CHANNELS))
+            with reader_budget(olmoe, coordinates=128):
+                assert runtime_of(olmoe).settings == replace(half, coordinates=128)
+            assert runtime_of(olmoe).settings == half
+        assert runtime_of(olmoe).settings == before
+        with pytest.raises(ZeroDivisionError), reader_budget(olmoe, channels=0.5):
+            raise ZeroDivisionError
+        assert runtime_of(olmoe).settings == before
+
+    def test_a_block_does_not_see_what_is_set_within_it(self, olmoe: PreTrainedModel) -> None:
+        with reader_budget(olmoe, channels=0.5) as half:
+            default = set_budget(olmoe, channels=0.25)
+            assert runtime_of(olmoe).settings == half
+        assert runtime_of(olmoe).settings == default
+
+    def test_a_block_is_of_one_model(self, olmoe: PreTrainedModel) -> None:
+        other = copy.deepcopy(olmoe)
+        before = runtime_of(other).settings
+        with reader_budget(olmoe, channels=0.5):
+            assert runtime_of(other).settings == before
+
+    def test_a_bad_block_is_not_entered(self, olmoe: PreTrainedModel) -> None:
+        with pytest.raises(UsageError, match=r"channels of 1.5"), reader_budget(olmoe, channels=1.5):
+            pytest.fail("entered")
 
 
 class TestDamage:
@@ -338,3 +370,47 @@ def test_threads_may_share_a_model(olmoe: PreTrainedModel) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_threads_that_share_a_model_have_budgets_of_their_own(olmoe: PreTrainedModel) -> None:
+    """Both are within their blocks whenever either computes; a third has the model's."""
+
+    def sparse_logits() -> torch.Tensor:
+        with reader_mode(olmoe, "always"):
+            return _logits(olmoe)
+
+    budgets = (0.02, 0.25)
+    expected, found = {}, {}
+    for channels in budgets:
+        set_budget(olmoe, channels=channels)
+        expected[channels] = sparse_logits()
+    set_budget(olmoe, channels=1.0)
+    together = threading.Barrier(len(budgets) + 1, timeout=60)
+
+    def compute(channels: float) -> None:
+        with reader_budget(olmoe, channels=channels):
+            together.wait()
+            found[channels] = sparse_logits()
+            together.wait()
+
+    threads = [threading.Thread(target=compute, args=(channels,)) for channels in budgets]
+    for thread in threads:
+        thread.start()
+    together.wait()
+    assert runtime_of(olmoe).settings.k == ROUTED * CHANNELS
+    together.wait()
+    for thread in threads:
+        thread.join()
+    assert (expected[budgets[0]] - expected[budgets[1]]).abs().max() > 1e-4
+    for channels in budgets:
+        torch.testing.assert_close(found[channels], expected[channels], rtol=0, atol=1e-6)
+
+
+def test_a_block_does_not_reach_the_threads_that_it_starts(olmoe: PreTrainedModel) -> None:
+    """As everything that a thread does with a model: it has to be within a block of its own."""
+    before, seen = runtime_of(olmoe).settings, []
+    with reader_budget(olmoe, channels=0.5):
+        thread = threading.Thread(target=lambda: seen.append(runtime_of(olmoe).settings))
+        thread.start()
+        thread.join()
+    assert seen == [before]
