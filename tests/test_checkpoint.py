@@ -97,6 +97,7 @@ def test_other_files_belong_to_it_and_other_weights_do_not(tmp_path: Path) -> No
         ".gitignore": "*.json",
         ".cache/huggingface/x.lock": "",
         ".mreader/journal.jsonl": "",
+        ".mreader-restore/journal.jsonl": "",
         "sub/.cache/x": "",
         "__pycache__/modeling_x.cpython-311.pyc": "x",
     }

@@ -33,9 +33,10 @@ _WEIGHT_SUFFIXES = (
     *(".onnx", ".onnx_data", ".tflite"),
 )
 _WEIGHT_INDEX = ".index.json"
-# What git, the Hub's client, a conversion and Python keep beside a checkpoint. The Hub adds lines to .gitattributes on
-# its own and leaves out what .gitignore names: published with a checkpoint, they would not stay what a manifest says.
-_OF_TOOLS = (".git", ".gitattributes", ".gitignore", ".cache", ".mreader", "__pycache__")
+# What git, the Hub's client, conversions, restores and Python keep beside a checkpoint. The Hub adds lines to
+# .gitattributes on its own and leaves out what .gitignore names: published with a checkpoint, they would not stay what
+# a manifest says.
+_OF_TOOLS = (".git", ".gitattributes", ".gitignore", ".cache", ".mreader", ".mreader-restore", "__pycache__")
 _ONE_OF_MANY = re.compile(r"-\d+-of-0*([2-9]|[1-9]\d+)\.safetensors")
 _UNWRITABLE = ("Cc", "Cs")  # control characters, and what is no UTF-8: nobody could type or read them
 _LARGEST_POINTER = 1024  # bytes, by the Git-LFS specification
