@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from mreader.kernels.intrinsics import let_next_start, pack_halves, wait_for_earlier
+from mreader.kernels.intrinsics import let_next_start, pack_halves, wait_for_earlier_after
 
 _SCALE = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 _LARGEST = tl.constexpr(14)  # the exponent that the largest |Rx| of a block gets: FP16 ends below 2^16
@@ -31,6 +31,7 @@ def rotate_kernel(
     histogram,  # (N, HISTOGRAM) int32, cleared for the scores
     hidden,
     stride,
+    never,  # -1
     COORDINATES: tl.constexpr,
     NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
     NOISE_UNREAD: tl.constexpr,
@@ -47,9 +48,10 @@ def rotate_kernel(
     block, token, nb = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
     sign = tl.load(signs + at, mask=at < hidden, other=0).to(tl.float32)
-    wait_for_earlier(DEPENDENT)
+    of_token = token.to(tl.int64) * hidden + at
+    wait_for_earlier_after(of_token.to(tl.int32) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
-    signed = tl.load(x + token.to(tl.int64) * hidden + at, mask=at < hidden, other=0.0).to(tl.float32) * sign
+    signed = tl.load(x + of_token, mask=at < hidden, other=0.0).to(tl.float32) * sign
     row = token * nb + block
     cleared = block * CLEARED + tl.arange(0, triton.next_power_of_2(CLEARED))
     mine = (cleared < block * CLEARED + CLEARED) & (cleared < HISTOGRAM)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from mreader.kernels.intrinsics import add_codes, high_half, let_next_start, low_half, wait_for_earlier
+from mreader.kernels.intrinsics import add_codes, high_half, let_next_start, low_half, wait_for_earlier_after
 
 STRIP = tl.constexpr(32)  # words of 16 codes: 4 tiles of 64 channels, gate and up, in 128 bytes
 _SUMMED = tl.constexpr(20)  # coordinates that are summed in FP16 before float32 takes over
@@ -23,6 +23,7 @@ def screen_kernel(
     slots,
     tiles,
     nothing,  # 0
+    never,  # -1
     nb: tl.constexpr,
     ZERO: tl.constexpr,  # the code of weight 0: value = (code - ZERO) * scale
     SHARE: tl.constexpr,  # coordinates of a part
@@ -45,18 +46,28 @@ def screen_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS * STRIP) // STRIP
     # Warps behind the last block repeat it, and lanes behind the last word the first.
     word, block = strip * STRIP + lane, tl.minimum(block, nb - 1)
-    rows = codes + (expert * nb + block) * (128 * 8) * tiles + tl.where(word < tiles * 8, word, 0)
-    of_list = ((token * nb + block) * 128 + part * SHARE)[:, None] + tl.arange(0, 4)[None, :]
+    of_rows = (expert * nb + block) * (128 * 8) * tiles + tl.where(word < tiles * 8, word, 0)
+    rows = codes + of_rows
+    first = (token * nb + block) * 128 + part * SHARE
+    of_list = first[:, None] + tl.arange(0, 4)[None, :]
     list_offsets = tl.max_contiguous(offsets + of_list, [1, 4])
     list_values = tl.max_contiguous(values + of_list, [1, 4])
     low_sums = tl.zeros((BLOCKS * STRIP, 8), tl.float32)
     high_sums = tl.zeros((BLOCKS * STRIP, 8), tl.float32)
-    wait_for_earlier(DEPENDENT)
+    wait_for_earlier_after((of_rows.to(tl.int32) | first) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
     unit = tl.load(blocks + token * 3 * nb + block) / token_unit(blocks + token * 3 * nb, nb)
     offset = tl.load(blocks + (token * 3 + 1) * nb + block) * tl.where(part == 0, -0.00390625 * ZERO, 0.0)
+    # The whole lists come into the L1 cache at once. Their parts are loaded where they are used, to save registers.
+    listed = tl.zeros((BLOCKS * STRIP,), tl.int32)
+    for start in tl.static_range(0, SHARE, STRIP):
+        listed |= tl.load(values + first + start + lane, mask=start + lane < SHARE, other=0)
+        if start >= LOADED:
+            listed |= tl.load(offsets + first + start + lane, mask=start + lane < SHARE, other=0)
     for start in tl.static_range(0, SHARE, LOADED):
         words, xs, arrived = _load_words(list_offsets, list_values, rows, start, min(start + LOADED, SHARE))
+        if start == 0:
+            arrived |= listed
         # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
         zero = arrived & nothing
         for at in tl.static_range(0, min(LOADED, SHARE - start), _SUMMED):
