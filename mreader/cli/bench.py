@@ -72,12 +72,12 @@ def block_command(
         require_matplotlib()
     with progress(verbosity(quiet, verbose)) as bar:
         bench = bench_block(target, budget, batches, bar)
-    if plot is not None:
-        plot_block(bench, plot)
     if json:
         print_json(bench.as_json())
     else:
         _print_block(bench)
+    if plot is not None:  # last: a picture that cannot be written takes no figure with it
+        plot_block(bench, plot)
 
 
 @bench_app.command("model")
@@ -184,12 +184,12 @@ def serve_command(
         require_matplotlib()
     with progress(verbosity(quiet, verbose)) as bar:
         bench = bench_serve(path, source, reads, concurrencies, load, server or [], bar)
-    if plot is not None:
-        plot_serve(bench, plot)
     if json:
         print_json(bench.as_json())
     else:
         _print_serve(bench)
+    if plot is not None:  # last: a picture that cannot be written takes no figure with it
+        plot_serve(bench, plot)
 
 
 def parse_batches(text: str | None, default: tuple[int, ...]) -> list[int]:
