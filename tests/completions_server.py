@@ -20,7 +20,8 @@ from typing import Any
 class CompletionsServer(ThreadingHTTPServer):
     """asked: the bodies of the requests; together: how many of them it waits for before it answers any
 
-    ends:   instead of a whole answer: "short" (a token less), "error" (an event that says so), "refusal" (status 400)
+    ends:   instead of a whole answer: "short" (a token less), "error" (an event that says so), "refusal" (status 400),
+            "death" (of the process, as vLLM dies)
     """
 
     def __init__(self, port: int = 0, together: int = 1, ends: str = "") -> None:
@@ -55,6 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.ends == "refusal":
             self._answer(400, '{"error": "the prompt is too long"}')
             return
+        if self.server.ends == "death":
+            print("Traceback (most recent call last):\nMemoryError: no room for the answer", flush=True)
+            os._exit(1)
         self.server.gathered.wait(20)
         self._answer(200, "".join(f"data: {event}\n\n" for event in self._events(body["max_tokens"])))
 
@@ -78,7 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Options as `Engine.command` gives them; --die fails as vLLM does, --child FILE leaves a process behind."""
+    """Options as `Engine.command` gives them; --die fails as vLLM does, --child FILE leaves a process behind, --ends
+    is how answers do.
+    """
     options = sys.argv[1:]
     if "--die" in options:
         print("INFO starting")
@@ -89,7 +95,8 @@ def main() -> None:
     print(
         f"INFO mreader: a decoded token reads {os.environ['MREADER_READS'] or 'what the checkpoint says'}", flush=True
     )
-    CompletionsServer(int(options[options.index("--port") + 1])).serve_forever()
+    ends = options[options.index("--ends") + 1] if "--ends" in options else ""
+    CompletionsServer(int(options[options.index("--port") + 1]), ends=ends).serve_forever()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from mreader.bench.serve import (
     describe_failure,
     find_engines,
     prompt_tokens,
-    refuse_budget,
+    refuse_contradictions,
     serving,
 )
 from mreader.errors import MreaderError, SourceError, UsageError
@@ -133,6 +134,29 @@ def is_running(process: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_server_ends_when_this_process_is_told_to(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    with (
+        pytest.raises(SystemExit) as exit,
+        serving(FakeEngine("sparse", "out"), [], tmp_path / "log") as url,
+    ):
+        os.kill(os.getpid(), number)
+    assert exit.value.code == 128 + number
+    assert signal.getsignal(number) == before
+    with pytest.raises(MreaderError, match="cannot be asked"):
+        Client.of(url, 50)
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serving(FakeEngine("sparse", "out"), [], tmp_path / "log"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("failing", [False, True], ids=["at the end", "after an error"])
 def test_a_server_ends_with_its_block_and_so_does_what_it_has_started(failing: bool, tmp_path: Path) -> None:
     child = tmp_path / "child"
@@ -159,17 +183,6 @@ def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert Client.of(url, 50).measure(1, SMALL).concurrency == 1
 
 
-def test_a_server_ends_when_this_process_is_told_to(tmp_path: Path) -> None:
-    with (
-        pytest.raises(SystemExit) as exit,
-        serving(FakeEngine("sparse", "out"), [], tmp_path / "log") as url,
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert exit.value.code == 128 + signal.SIGTERM
-    with pytest.raises(MreaderError, match="cannot be asked"):
-        Client.of(url, 50)
-
-
 def test_a_server_that_does_not_start_is_quoted_and_its_log_named(tmp_path: Path) -> None:
     with (
         pytest.raises(
@@ -179,6 +192,24 @@ def test_a_server_that_does_not_start_is_quoted_and_its_log_named(tmp_path: Path
     ):
         pass
     assert error.value.remedy == f"its log is {tmp_path / 'log'}"
+
+
+def test_what_goes_wrong_later_names_the_log_as_well(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        pytest.raises(MreaderError, match=r"sparse: the server refuses: .*the prompt is too long") as error,
+        serving(FakeEngine("sparse", "out"), ["--ends", "refusal"], log) as url,
+    ):
+        Client.of(url, 50).measure(1, SMALL)
+    assert error.value.remedy == f"its log is {log}"
+
+
+def test_a_server_that_dies_in_an_answer_is_quoted(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MreaderError, match="the sparse server ended with status 1: MemoryError: no room for the answer"),
+        serving(FakeEngine("sparse", "out"), ["--ends", "death"], tmp_path / "log") as url,
+    ):
+        Client.of(url, 50).measure(1, SMALL)
 
 
 TRACEBACK = """(EngineCore pid=7) ERROR Traceback (most recent call last):
@@ -196,6 +227,11 @@ RuntimeError: Engine core initialization failed. See root cause above.
         (
             "usage: api_server.py\n [--model]\napi_server.py: error: no such option\n",
             "api_server.py: error: no such option",
+        ),
+        (
+            "Traceback (most recent call last):\npydantic.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, the length is too long. [type=value_error, input_value=...]\n    For further information\n",
+            "pydantic.ValidationError: 1 validation error for ModelConfig Value error, the length is too long.",
         ),
         ("WARNING ImportError: not here\none\n\ntwo\nthree\nfour\n", "two | three | four"),
         ("", "it printed nothing"),
@@ -235,11 +271,20 @@ def test_a_number_of_gpus_that_is_none() -> None:
 )
 def test_a_budget_among_the_servers_options_is_refused(options: list[str]) -> None:
     with pytest.raises(UsageError, match="says what to read, also to the dense engine"):
-        refuse_budget(options)
+        refuse_contradictions(options)
 
 
-def test_other_overrides_are_not() -> None:
-    refuse_budget(["--hf-overrides", '{"rope_scaling": null}', "--served-model-name", "mreader"])
+@pytest.mark.parametrize("options", [["--port", "8000"], ["--port=8000"], ["--host", "::1"], ["--model", "other"]])
+def test_another_place_among_the_servers_options_is_refused(options: list[str]) -> None:
+    """It would hold, and the server be waited for where it is not."""
+    with pytest.raises(UsageError, match=f"{options[0]} is not for you to say"):
+        refuse_contradictions(options)
+
+
+def test_other_options_are_not() -> None:
+    refuse_contradictions(
+        ["--model-impl", "vllm", "--hf-overrides", '{"rope_scaling": null}', "--served-model-name", "mreader"]
+    )
 
 
 # The whole
@@ -343,7 +388,10 @@ def test_the_command_prints_a_table_or_json(fake_vllm: None, olmoe_augmented: Pa
         (("--concurrency", "many"), "concurrency is many"),
         (("--concurrency", "0,1"), "concurrency is 0,1"),
         (("--output-len", "1"), "output len is 1"),
+        (("--reads", "1.5"), "reads of 1.5 asked for"),
+        (("--reads", "0.01"), "less than sketch and recovery alone need"),
         (("--", "-tp", "x"), "invalid int value"),
+        (("--", "--port", "8000"), "--port is not for you to say"),
         (("--", '--hf-overrides={"mreader": 0.2}'), "says what to read"),
     ],
 )
@@ -353,6 +401,36 @@ def test_what_cannot_be_is_said_before_a_server_starts(
     ran = mreader("bench", "serve", olmoe_augmented, *options)
     assert ran.code == 2
     assert cause in ran.cause
+
+
+def test_the_table_is_there_even_if_the_picture_cannot_be(
+    fake_vllm: None, olmoe_augmented: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("--concurrency", 1, "--input-len", 4, "--output-len", 3, "--plot", tmp_path / "serve.unknown", "-q")
+    ran = mreader("bench", "serve", olmoe_augmented, *arguments)
+    assert (ran.code, "cannot be written" in ran.cause) == (2, True)
+    assert "ms a token" in ran.out
+
+
+@pytest.mark.parametrize(("error", "stays"), [(None, False), (MreaderError("?"), True), (KeyboardInterrupt(), False)])
+def test_logs_stay_where_an_error_names_them(
+    error: BaseException | None,
+    stays: bool,
+    fake_vllm: None,
+    olmoe_augmented: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing(Progress):
+        def note(self, text: str) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with suppress(MreaderError, KeyboardInterrupt):
+        bench_serve(olmoe_augmented, None, None, (1,), SMALL, [], Failing())
+    assert [path.name for path in tmp_path.glob("*/*")] == (["dense.log"] if stays else [])
 
 
 def test_a_folder_that_is_no_augmented_checkpoint(olmoe_tiny: Path) -> None:

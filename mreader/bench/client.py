@@ -6,6 +6,7 @@ that a build of vLLM may lack. A thread a user is enough: it wakes once a token.
 
 # C users at a time, P tokens of a prompt, T tokens of an answer
 
+import http.client
 import json
 import random
 import time
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -149,13 +151,16 @@ class Client:
         return _as_answer(sent, events, tokens)
 
 
-def _open(request: urllib.request.Request) -> Any:
+@contextmanager
+def _open(request: urllib.request.Request) -> Iterator[Any]:
+    """The response. MreaderError for whatever the connection comes to while it is open."""
     try:
-        return open_here(request, timeout=_PATIENCE)
+        with open_here(request, timeout=_PATIENCE) as response:
+            yield response
     except urllib.error.HTTPError as error:
-        raise MreaderError(f"the server refuses: {error.read().decode(errors='replace')}", "see its log") from error
-    except OSError as error:
-        raise MreaderError(f"the server at {request.full_url} cannot be asked: {error}", "see its log") from error
+        raise MreaderError(f"the server refuses: {error.read().decode(errors='replace')}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise MreaderError(f"the server at {request.full_url} cannot be asked: {error}") from error
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -174,7 +179,7 @@ def _as_answer(sent: float, events: Iterable[tuple[float, bytes]], tokens: int) 
     for arrived, data in events:
         event = json.loads(data)
         if "error" in event:
-            raise MreaderError(f"the server broke off: {event['error']}", "see its log")
+            raise MreaderError(f"the server broke off: {event['error']}")
         if event["choices"]:
             times.append(arrived)
         if event.get("usage"):

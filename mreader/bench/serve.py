@@ -19,9 +19,11 @@ from tempfile import mkdtemp
 from typing import Any
 
 from mreader.bench.client import Client, Load, Served, open_here
+from mreader.budget import Budget
 from mreader.errors import MreaderError, SourceError, UsageError
 from mreader.formats.architectures import text_config
-from mreader.formats.augmented import open_augmented
+from mreader.formats.augmented import Augmented, open_augmented
+from mreader.inspection import block_shape
 from mreader.progress import Progress
 from mreader.vllm.budget import DENSE, READS
 
@@ -29,9 +31,14 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 _SERVER = "vllm.entrypoints.openai.api_server"
 _READY_WITHIN = 3600  # seconds: large models are read from slow disks, and compiled
 _ENDS_WITHIN = 30
+_DIES_WITHIN = 2
 _REPORTED = re.compile(r"mreader: a decoded token reads (.+)")
-_ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+)")
+# Of a pydantic error the second line says what is wrong.
+_ERROR = re.compile(
+    r"\b((?:\w+\.)*\w*(?:Error|Exception): (?:\d+ validation errors? for .+\n)?.+?)(?= \[type=|$)", re.MULTILINE
+)
 _BUDGET = re.compile(r'"mreader"|^--hf.overrides\.mreader')
+_PLACE = re.compile(r"--(model|host|port|uds)(=|$)")
 _GPUS = (
     ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"),
     ("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"),
@@ -130,10 +137,22 @@ def count_gpus(options: Sequence[str]) -> int:
     return math.prod(vars(sizes).values())
 
 
-def refuse_budget(options: Sequence[str]) -> None:
-    """UsageError where options of the servers say what to read: it would hold for the dense one as well."""
-    if said := next((option for option in options if _BUDGET.search(option)), None):
-        raise UsageError(f"{said} says what to read, also to the dense engine", "give --reads to `mreader bench serve`")
+def refuse_contradictions(options: Sequence[str]) -> None:
+    """UsageError where options of the servers say what to read, which would hold for the dense one as well, or what to
+    serve and where, which would be asked elsewhere.
+    """
+    for option in options:
+        if _BUDGET.search(option):
+            raise UsageError(
+                f"{option} says what to read, also to the dense engine", "give --reads to `mreader bench serve`"
+            )
+        if _PLACE.match(option):
+            raise UsageError(f"{option} is not for you to say: this command chooses it", "leave it out")
+
+
+def refuse_reads(opened: Augmented, reads: float | None) -> None:
+    """UsageError where no layer can be read so. A GPU lays out more for a sketch: what is short of that, it says."""
+    Budget.of(opened.options).change(reads=reads).resolve(block_shape(opened))
 
 
 def require_vllm() -> None:
@@ -160,22 +179,38 @@ def bench_serve(
     concurrencies: users at a time
     options:       of the servers
 
-    Raises what `open_augmented` raises, UsageError without vLLM or for options that contradict the engines, and
-    MreaderError where a server does not start or breaks off, with its own words.
+    Raises what `open_augmented` raises, UsageError without vLLM, for options that contradict the engines and for reads
+    that cannot be, and MreaderError where a server does not start or breaks off, with its own words.
     """
-    refuse_budget(options)
+    refuse_contradictions(options)
     gpus = count_gpus(options)
-    vocabulary = prompt_tokens(open_augmented(out).checkpoint.config)
+    opened = open_augmented(out)
+    refuse_reads(opened, reads)
+    vocabulary = prompt_tokens(opened.checkpoint.config)
     require_vllm()
-    logs = Path(mkdtemp(prefix="mreader-serve-"))
     engines = find_engines(out, source, reads)
     progress.begin("serving", len(engines) * len(concurrencies), "measurements")
-    measured = [
-        _measure(engine, concurrencies, load, options, vocabulary, logs / f"{engine.name}.log", progress)
-        for engine in engines
-    ]
-    shutil.rmtree(logs)  # after a failure they stay, and the error says where
+    with _logs() as logs:
+        measured = [
+            _measure(engine, concurrencies, load, options, vocabulary, logs / f"{engine.name}.log", progress)
+            for engine in engines
+        ]
     return ServeBench(load, gpus, measured)
+
+
+@contextmanager
+def _logs() -> Iterator[Path]:
+    """A folder for what servers print. After an error it stays, and the error says where; not so after Ctrl-C."""
+    folder = Path(mkdtemp(prefix="mreader-serve-"))
+    stays = False
+    try:
+        yield folder
+    except Exception:
+        stays = True
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder)
 
 
 def _measure(
@@ -218,13 +253,12 @@ def serving(engine: Engine, options: Sequence[str], log: Path) -> Iterator[str]:
 
     log: what it prints
 
-    Raises MreaderError where it ends before it answers.
+    Raises MreaderError, which names the log, where it ends before it answers, and for one that the block raises.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    stopped = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with log.open("wb") as output:
+    with log.open("wb") as output, _leaving_when_told():
         server = subprocess.Popen(
             engine.command(port, options),
             stdin=subprocess.DEVNULL,
@@ -235,32 +269,61 @@ def serving(engine: Engine, options: Sequence[str], log: Path) -> Iterator[str]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_it_answers(server, url, engine, log)
+            _wait_until_it_answers(server, url)
             yield url
+        except MreaderError as error:
+            ended = _describe_end(server, log)
+            cause = f"the {engine.name} server {ended}" if ended else f"{engine.name}: {error.cause}"
+            where = f"its log is {log}"
+            raise MreaderError(cause, f"{error.remedy}; {where}" if error.remedy and not ended else where) from error
         finally:
             _end(server)
-            signal.signal(signal.SIGTERM, stopped)
 
 
-def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str, engine: Engine, log: Path) -> None:
+@contextmanager
+def _leaving_when_told() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that closes, end the process as an exception does: once, and it cleans up."""
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    heeded = [number for number in numbers if before[number] != signal.SIG_IGN]  # nohup has SIGHUP ignored
+    for number in heeded:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
+def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str) -> None:
     end = time.monotonic() + _READY_WITHIN
     while time.monotonic() < end:
         if server.poll() is not None:
-            why = describe_failure(log.read_text(errors="replace"))
-            raise MreaderError(
-                f"the {engine.name} server ended with status {server.returncode}: {why}", f"its log is {log}"
-            )
+            raise MreaderError("the server ended before it answered")
         with suppress(OSError), open_here(f"{url}/health", timeout=5):
             return
         time.sleep(0.5)
-    raise MreaderError(f"the {engine.name} server did not answer within {_READY_WITHIN} s", f"its log is {log}")
+    raise MreaderError(f"the server did not answer within {_READY_WITHIN} s")
+
+
+def _describe_end(server: subprocess.Popen[bytes], log: Path) -> str | None:
+    """How a server ended, and why; None while it runs."""
+    with suppress(subprocess.TimeoutExpired):  # its connections close before it does
+        status = server.wait(_DIES_WITHIN)
+        return f"ended with status {status}: {describe_failure(log.read_text(errors='replace'))}"
+    return None
 
 
 def describe_failure(log: str) -> str:
     """Why a server failed: the error of the first traceback in its log, or of its last line, or else its last lines."""
     _, _, traced = log.partition("Traceback (most recent call last)")
     if error := _ERROR.search(traced):
-        return error[1]
+        return " ".join(error[1].split())
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     told = 1 if lines and " error: " in lines[-1] else 3
     return " | ".join(lines[-told:]) or "it printed nothing"
