@@ -22,7 +22,8 @@ def main() -> None:
     args = parse_arguments()
     try:
         shape = get_shape(args.shape)
-        shape = with_layers(shape, args.layers or shape.layers)
+        if args.layers is not None:
+            shape = with_layers(shape, args.layers)
         with progress(Verbosity.NORMAL) as bar:
             write_random(args.out, shape, FormatOptions(channels=args.channels), pick_device(args.device), bar)
     except Exception as error:

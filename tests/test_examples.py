@@ -61,10 +61,20 @@ def test_random_checkpoint_writes_one_layer_of_a_real_model(tmp_path: Path) -> N
     assert opened.options.channels == 0.2
 
 
-def test_random_checkpoint_names_the_shapes_that_it_knows(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "random_checkpoint.py", "olmoe-2", tmp_path / "out"]
+@pytest.mark.parametrize(
+    ("arguments", "cause", "remedy"),
+    [
+        (["olmoe-2"], "there is no shape olmoe-2", "qwen3-30b-a3b"),
+        (["olmoe", "--layers", "0"], "layers is 0", "at least one"),
+    ],
+)
+def test_random_checkpoint_refuses_before_it_writes(
+    arguments: list[str], cause: str, remedy: str, tmp_path: Path
+) -> None:
+    shape, *options = arguments
+    command = [sys.executable, ROOT / "examples" / "random_checkpoint.py", shape, tmp_path / "out", *options]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
-    assert ran.stderr.splitlines()[0] == "error: there is no shape olmoe-2"
-    assert "qwen3-30b-a3b" in ran.stderr
+    assert ran.stderr.splitlines()[0] == f"error: {cause}"
+    assert remedy in ran.stderr
     assert not (tmp_path / "out").exists()

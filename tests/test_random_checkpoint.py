@@ -99,8 +99,9 @@ def test_a_model_of_fewer_layers() -> None:
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(UsageError, match="is not empty"):
-        write_random(tmp_path, tiny("olmoe"), OPTIONS, CPU, Progress())
+    for there in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UsageError, match=f"{there} is no empty folder"):
+            write_random(there, tiny("olmoe"), OPTIONS, CPU, Progress())
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -62,9 +62,9 @@ def write_random(
 
     Raises UsageError where the folder holds something, NoSpaceError where its disk is too small.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is no empty folder", "name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty", "name a new folder")
     plan = make_plan(_source(shape), options)
     require_space_for(folder, plan.nbytes)
     experts = {part: tensor.cpu() for part, tensor in _draw_experts(shape, options, device).items()}
