@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ class CompletionsServer(ThreadingHTTPServer):
     """asked: the bodies of the requests; together: how many of them it waits for before it answers any
 
     ends:   instead of a whole answer: "short" (a token less), "error" (an event that says so), "refusal" (status 400),
-            "death" (of the process, as vLLM dies)
+            "death" (of the process, as vLLM dies), "kill" (of the process, from outside)
     """
 
     def __init__(self, port: int = 0, together: int = 1, ends: str = "") -> None:
@@ -56,6 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.ends == "refusal":
             self._answer(400, '{"error": "the prompt is too long"}')
             return
+        if self.server.ends == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.server.ends == "death":
             print("Traceback (most recent call last):\nMemoryError: no room for the answer", flush=True)
             os._exit(1)

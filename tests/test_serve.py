@@ -212,6 +212,14 @@ def test_a_server_that_dies_in_an_answer_is_quoted(tmp_path: Path) -> None:
         Client.of(url, 50).measure(1, SMALL)
 
 
+def test_a_server_that_is_killed_says_by_what(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MreaderError, match="the dense server was killed by SIGKILL"),
+        serving(FakeEngine("dense", "out"), ["--ends", "kill"], tmp_path / "log") as url,
+    ):
+        Client.of(url, 50).measure(1, SMALL)
+
+
 TRACEBACK = """(EngineCore pid=7) ERROR Traceback (most recent call last):
 (EngineCore pid=7) ERROR   File "a.py", line 1
 (EngineCore pid=7) ERROR mreader.errors.SourceError: tensor a.b is missing (convert again)

@@ -315,6 +315,8 @@ def _describe_end(server: subprocess.Popen[bytes], log: Path) -> str | None:
     """How a server ended, and why; None while it runs."""
     with suppress(subprocess.TimeoutExpired):  # its connections close before it does
         status = server.wait(_DIES_WITHIN)
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
         return f"ended with status {status}: {describe_failure(log.read_text(errors='replace'))}"
     return None
 
