@@ -129,6 +129,13 @@ def generated(model: Path, budget: dict[str, float]) -> Tokens:
     return [loaded.generate(torch.tensor([prompt]), **arguments)[0, len(prompt) :].tolist() for prompt in asked]
 
 
+def test_embeddings_that_vllm_does_not_tie_are_refused(tmp_path: Path) -> None:
+    """Stock vLLM serves such an OLMoE, and writes token 0 for ever."""
+    mreader.convert(Path(__file__).parent.parent / "examples/olmoe-tiny", tmp_path / "out", device="cpu")
+    with pytest.raises(UnsupportedError, match=r"does not tie lm_head\.weight"), engine(tmp_path / "out"):
+        pass
+
+
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_stock_vllm_says_something(model: str, folder: Path) -> None:
     """Otherwise the tests below would compare nothing."""

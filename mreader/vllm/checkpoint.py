@@ -82,7 +82,11 @@ def divert_tensors(model_class: Any) -> None:
 
     @functools.wraps(load)
     def load_weights(self: nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        return load(self, _undelivered(weights, _takers(self)), *args, **kwargs)
+        takers = _takers(self)
+        loaded = load(self, _undelivered(weights, takers), *args, **kwargs)
+        if takers and isinstance(loaded, set):
+            _refuse_untied(self, loaded)
+        return loaded
 
     load_weights.diverts_tensors = True  # type: ignore[attr-defined]
     model_class.load_weights = load_weights
@@ -113,6 +117,24 @@ def _takers(model: nn.Module) -> dict[str, tuple[TakesTensors | None, str]]:
             "serve the source checkpoint: `mreader restore` gives it back",
         )
     return {name: (found[number], part) for name, (number, part) in checkpoint.tensors.items()}
+
+
+def _refuse_untied(model: nn.Module, loaded: set[str]) -> None:
+    """UnsupportedError where the config ties the output embedding to the input's, and the model does not.
+
+    vLLM's OLMoE has one of its own, which nothing fills then: all logits are zero. A model that ties them has one
+    parameter, under the name of the other.
+    """
+    from vllm.config import get_current_vllm_config
+
+    if not getattr(get_current_vllm_config().model_config.hf_text_config, "tie_word_embeddings", False):
+        return
+    outputs = (name for name, _ in model.named_parameters() if name.endswith("lm_head.weight"))
+    if missing := next((name for name in outputs if name not in loaded), None):
+        raise UnsupportedError(
+            f"vLLM's {type(model).__name__} does not tie {missing} to the embeddings, and the checkpoint has none",
+            "store the embeddings under that name as well, and convert again",
+        )
 
 
 def layer_number(name: str) -> int | None:
