@@ -22,17 +22,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mreader.cli.console import fail
+from mreader.formats.augmented import open_augmented
+
 PROMPT, ANSWER, REPEATS = 32, 129, 3
 
 
 def main() -> None:
-    """Parse the command line, start the engine, measure, print a line a batch."""
+    """Parse the command line and measure; a failure ends in one line."""
     args = parse_arguments()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    batches = [int(batch) for batch in args.batch.split(",")]
+    try:
+        open_augmented(args.out)
+        measure(args.out, args.batch, args.stock, args.engine)
+    except Exception as error:
+        fail(error)
+
+
+def measure(out: Path, batches: list[int], stock: bool, more: dict[str, Any]) -> None:
+    """Start the engine, and print a line a batch."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = stock_folder(args.out, Path(scratch)) if args.stock else args.out
-        engine = start(folder, batches, args.stock, json.loads(args.engine))
+        folder = stock_folder(out, Path(scratch)) if stock else out
+        engine = start(folder, batches, stock, more)
         print(f"{'N':>4} {'ms a token':>11} {'tokens/s':>9}")
         for batch in batches:
             seconds = time_per_token(engine, batch)
@@ -43,9 +54,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of an augmented checkpoint")
     parser.add_argument("--stock", action="store_true", help="measure vLLM's own experts in the same shape")
-    parser.add_argument("--batch", default="1,2,4,8,16,32,64", help="requests at a time (%(default)s)")
-    parser.add_argument("--engine", default="{}", help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--batch", type=numbers, default="1,2,4,8,16,32,64", help="requests at a time (%(default)s)")
+    parser.add_argument("--engine", type=json.loads, default="{}", help="more arguments of vllm.LLM, as JSON")
     return parser.parse_args()
+
+
+def numbers(text: str) -> list[int]:
+    """Of "1,2,4". ValueError where one is none, or below 1."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
 
 
 def stock_folder(out: Path, scratch: Path) -> Path:

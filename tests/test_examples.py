@@ -78,3 +78,20 @@ def test_random_checkpoint_refuses_before_it_writes(
     assert ran.stderr.splitlines()[0] == f"error: {cause}"
     assert remedy in ran.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ([ROOT / "examples" / "olmoe-tiny"], "olmoe-tiny is not an augmented checkpoint"),
+        ([ROOT / "examples" / "olmoe-tiny", "--stock"], "olmoe-tiny is not an augmented checkpoint"),
+        ([ROOT, "--batch", "1,0"], "argument --batch: invalid numbers value: '1,0'"),
+        ([ROOT, "--engine", "{"], "argument --engine: invalid loads value: '{'"),
+    ],
+)
+def test_bench_engine_refuses_before_it_starts_one(arguments: list[object], cause: str) -> None:
+    command = [sys.executable, ROOT / "examples" / "bench_engine.py", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert cause in ran.stderr
+    assert "Traceback" not in ran.stderr
