@@ -24,11 +24,11 @@ from mreader.device import pick_device, refuse_unknown_device
 from mreader.errors import QuantizedError, SourceError, UnreachableError, UsageError
 from mreader.formats.augmented import (
     DEFAULT_OPTIONS,
-    FORMAT_VERSION,
     MANIFEST,
     SOURCE,
     WORK_FOLDER,
     FormatOptions,
+    describe_folder,
     record_source,
     shard_index,
 )
@@ -445,16 +445,16 @@ class _Conversion:
         self._refuse_touched(self._stamps)
         yield (
             MANIFEST,
-            {
-                "format_version": FORMAT_VERSION,
-                **{key: self._request[key] for key in ("options", "versions")},
-                "source": {
+            describe_folder(
+                self._request["options"],
+                self._request["versions"],
+                {
                     **{key: self._request["source"][key] for key in ("repo", "revision")},
                     **({"dequantized_from": self._source.quantized} if self._source.quantized else {}),
                     "files": {name: journal.sources[name].entry() for name in sorted(journal.sources)},
                 },
-                "files": {name: files[name].entry() for name in sorted(files) if name != CARD},
-            },
+                {name: record for name, record in files.items() if name != CARD},
+            ),
         )
 
     def _remove_records(self) -> None:

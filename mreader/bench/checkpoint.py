@@ -20,10 +20,10 @@ from mreader.bench.layers import STD, draw_layer, stored_parts
 from mreader.bench.shapes import ModelShape
 from mreader.errors import UsageError
 from mreader.formats.augmented import (
-    FORMAT_VERSION,
     MANIFEST,
     SOURCE,
     FormatOptions,
+    describe_folder,
     layer_tensors,
     record_source,
     shard_index,
@@ -142,16 +142,15 @@ def _write_records(folder: Path, plan: Plan, files: Mapping[str, FileRecord]) ->
     records = {name: FileRecord(sha256(text.encode()).hexdigest(), len(text.encode())) for name, text in texts.items()}
     sizes = {name: len(text.encode()) for name, text in source.texts.items()}
     sizes |= {name: header.nbytes for name, header in source.headers.items()}
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "options": asdict(plan.options),
-        "versions": {"mreader": version("mreader"), "torch": torch.__version__},
-        "source": {
+    manifest = describe_folder(
+        asdict(plan.options),
+        {"mreader": version("mreader"), "torch": torch.__version__},
+        {
             "repo": None,
             "revision": None,
             "files": {name: {"sha256": "", "bytes": size} for name, size in sizes.items()},
         },
-        "files": {name: record.entry() for name, record in {**files, **records}.items()},
-    }
+        {**files, **records},
+    )
     for name, text in {MANIFEST: json.dumps(manifest, indent=2), **texts}.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from mreader.formats.architectures import Architecture, RoutedLayer, find_archit
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
 from mreader.formats.quantized import dequantized
-from mreader.formats.safetensors_file import TensorSpec, parse_header
+from mreader.formats.safetensors_file import FileRecord, TensorSpec, parse_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,6 +250,25 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SourceError(f"{path.name} does not hold a JSON object", "download the checkpoint again")
     return value
+
+
+def describe_folder(
+    options: Mapping[str, Any], versions: Mapping[str, str], source: Mapping[str, Any], files: Mapping[str, FileRecord]
+) -> dict[str, Any]:
+    """mreader_manifest.json.
+
+    options:  FormatOptions, and what else decided the bytes of a conversion
+    versions: package -> version that wrote the folder
+    source:   repo, revision, and its files' hashes and sizes
+    files:    of the folder, by name
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "options": options,
+        "versions": versions,
+        "source": source,
+        "files": {name: files[name].entry() for name in sorted(files)},
+    }
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
