@@ -98,6 +98,7 @@ def main() -> None:
     print(
         f"INFO mreader: a decoded token reads {os.environ['MREADER_READS'] or 'what the checkpoint says'}", flush=True
     )
+    print("Traceback (most recent call last):\nValueError: as vLLM logs some, and goes on", flush=True)
     ends = options[options.index("--ends") + 1] if "--ends" in options else ""
     CompletionsServer(int(options[options.index("--port") + 1]), ends=ends).serve_forever()
 

@@ -267,12 +267,14 @@ def serving(engine: Engine, options: Sequence[str], log: Path) -> Iterator[str]:
             env={**os.environ, READS: engine.reads},
             start_new_session=True,
         )
+        told = 0  # bytes of the log that were there while all was well
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_it_answers(server, url)
+            told = log.stat().st_size
             yield url
         except MreaderError as error:
-            ended = _describe_end(server, log)
+            ended = _describe_end(server, log, told)
             cause = f"the {engine.name} server {ended}" if ended else f"{engine.name}: {error.cause}"
             where = f"its log is {log}"
             raise MreaderError(cause, f"{error.remedy}; {where}" if error.remedy and not ended else where) from error
@@ -311,13 +313,13 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], url: str) -> None:
     raise MreaderError(f"the server did not answer within {_READY_WITHIN} s")
 
 
-def _describe_end(server: subprocess.Popen[bytes], log: Path) -> str | None:
-    """How a server ended, and why; None while it runs."""
+def _describe_end(server: subprocess.Popen[bytes], log: Path, told: int) -> str | None:
+    """How a server ended, and why, by its log from byte `told` on; None while it runs."""
     with suppress(subprocess.TimeoutExpired):  # its connections close before it does
         status = server.wait(_DIES_WITHIN)
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}: {describe_failure(log.read_text(errors='replace'))}"
+        return f"ended with status {status}: {describe_failure(log.read_bytes()[told:].decode(errors='replace'))}"
     return None
 
 
