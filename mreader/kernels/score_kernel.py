@@ -7,7 +7,7 @@ import triton.language as tl
 
 from mreader.kernels.activation_kernel import activate
 from mreader.kernels.intrinsics import let_next_start, wait_for_earlier_after
-from mreader.kernels.screen_kernel import load_sums, token_unit
+from mreader.kernels.screen_kernel import STRIP, load_sums, token_unit
 from mreader.kernels.select_kernel import count_key, score_key
 
 
@@ -25,10 +25,9 @@ def score_kernel(
     estimates,  # (N, K, I) float32, written: w_e p_j
     histogram,  # (N, COARSE + FINE) int32, counted up: see count_key
     experts,
-    channels,
-    strips,
     stored_rank,
     never,  # -1
+    channels: tl.constexpr,
     nb: tl.constexpr,
     PARTS: tl.constexpr,
     SCORE: tl.constexpr,
@@ -42,7 +41,9 @@ def score_kernel(
 ):
     """ghat_j = sum_b s_b(g_j) * sum over picked c of (code - ZERO) * (Rx)_c, vhat_j likewise; score and key of both."""
     tile, slot, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles, slots = tl.num_programs(0), tl.num_programs(1)
+    slots = tl.num_programs(1)
+    tiles: tl.constexpr = (channels + 63) // 64
+    strips: tl.constexpr = (tiles * 8 + STRIP - 1) // STRIP
     here = token * slots + slot
     expert = tl.load(ids + here).to(tl.int64)
     served = (expert >= 0) & (expert < experts)
@@ -71,7 +72,10 @@ def score_kernel(
             other=0.0,
         ).to(tl.float32)
         recovered = tl.sum(b * b, axis=1)
-    wait_for_earlier_after(recovered.to(tl.int32, bitcast=True) & 0x7FFFFFFF, never, DEPENDENT)
+    down = norm * norm
+    unrecovered = down - recovered
+    known = tl.max(unrecovered.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    wait_for_earlier_after(known, never, DEPENDENT)
     let_next_start(DEPENDENT)
     of_block = here.to(tl.int64) * nb + block
     gate_sums = load_sums(sums, of_block, tile, strips, 0, PARTS, exists)
@@ -95,9 +99,8 @@ def score_kernel(
     if SCORE == "norm":
         score = tl.abs(weight * p) * norm
     else:
-        down = norm * norm
         variance = slope * slope * (up * up * gate_error + gate_error * up_error) + phi * phi * up_error
-        score = weight * weight * (p * p * (down - recovered) + variance * down)
+        score = weight * weight * (p * p * unrecovered + variance * down)
     key = tl.where(served, score_key(score), 0)
     tl.store(keys + here * channels + j, key, mask=inside)
     # Not 0 * p, which is no number where p is none.

@@ -98,7 +98,7 @@ def token_unit(blocks, nb: tl.constexpr):
 
 
 @triton.jit
-def load_sums(sums, of_block, tile, strips, MATRIX: tl.constexpr, PARTS: tl.constexpr, mask):
+def load_sums(sums, of_block, tile, strips: tl.constexpr, MATRIX: tl.constexpr, PARTS: tl.constexpr, mask):
     """The sums of a tile's 64 channels, parts added up, (blocks, 64) float32; gate is matrix 0, up is 1.
 
     of_block: (blocks,) int64 - (token * K + slot) * nb + block
