@@ -20,6 +20,7 @@ from mreader.formats.architectures import routing
 from mreader.formats.augmented import FormatOptions, open_augmented, tensor_specs
 
 _PARTS = tuple(tensor_specs(1, 1, 1, "F32", FormatOptions()))
+_INPUT, _OUTPUT = "embed_tokens.weight", "lm_head.weight"  # how the names of embeddings end
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,8 @@ def divert_tensors(model_class: Any) -> None:
     @functools.wraps(load)
     def load_weights(self: nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         takers = _takers(self)
-        loaded = load(self, _undelivered(weights, takers), *args, **kwargs)
-        if takers and isinstance(loaded, set):
-            _refuse_untied(self, loaded)
-        return loaded
+        left = _undelivered(weights, takers)
+        return load(self, _tied(self, left) if takers else left, *args, **kwargs)
 
     load_weights.diverts_tensors = True  # type: ignore[attr-defined]
     model_class.load_weights = load_weights
@@ -119,22 +118,20 @@ def _takers(model: nn.Module) -> dict[str, tuple[TakesTensors | None, str]]:
     return {name: (found[number], part) for name, (number, part) in checkpoint.tensors.items()}
 
 
-def _refuse_untied(model: nn.Module, loaded: set[str]) -> None:
-    """UnsupportedError where the config ties the output embedding to the input's, and the model does not.
+def _tied(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, and the input embeddings as the output's too, where the config ties the two and the model does not.
 
-    vLLM's OLMoE has one of its own, which nothing fills then: all logits are zero. A model that ties them has one
-    parameter, under the name of the other.
+    vLLM's OLMoE has an output embedding of its own, which nothing fills then: all logits are zero. A model that ties
+    them has one parameter, under the name of the other.
     """
     from vllm.config import get_current_vllm_config
 
-    if not getattr(get_current_vllm_config().model_config.hf_text_config, "tie_word_embeddings", False):
-        return
-    outputs = (name for name, _ in model.named_parameters() if name.endswith("lm_head.weight"))
-    if missing := next((name for name in outputs if name not in loaded), None):
-        raise UnsupportedError(
-            f"vLLM's {type(model).__name__} does not tie {missing} to the embeddings, and the checkpoint has none",
-            "store the embeddings under that name as well, and convert again",
-        )
+    tied = getattr(get_current_vllm_config().model_config.hf_text_config, "tie_word_embeddings", False)
+    own = any(name.endswith(_OUTPUT) for name, _ in model.named_parameters())
+    for name, tensor in weights:
+        yield name, tensor
+        if tied and own and name.endswith(_INPUT):
+            yield _OUTPUT, tensor
 
 
 def layer_number(name: str) -> int | None:
