@@ -311,6 +311,7 @@ main()
 _INTERRUPTED = """
 import signal, sys
 from mreader.device import pick_device
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background begins without
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == "torch._C":
