@@ -62,7 +62,7 @@ def screen_kernel(
     listed = tl.zeros((BLOCKS * STRIP,), tl.int32)
     for start in tl.static_range(0, SHARE, STRIP):
         listed |= tl.load(values + first + start + lane, mask=start + lane < SHARE, other=0)
-        if start >= LOADED:
+        if LOADED < SHARE:
             listed |= tl.load(offsets + first + start + lane, mask=start + lane < SHARE, other=0)
     for start in tl.static_range(0, SHARE, LOADED):
         words, xs, arrived = _load_words(list_offsets, list_values, rows, start, min(start + LOADED, SHARE))
