@@ -326,7 +326,7 @@ class Stages:
             STEPS=self.blocks.exact_steps,
             PIECE=self.piece,
             PIECES=self.pieces,
-            AHEAD=bool(self.blocks.exact_ahead),
+            AHEAD=bool(self.blocks.exact_ahead) and self.hidden >= 8,  # a row of less is no whole load
         )
 
     def finish(self) -> None:
