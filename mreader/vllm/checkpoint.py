@@ -122,16 +122,26 @@ def _tied(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
     """`weights`, and the input embeddings as the output's too, where the config ties the two and the model does not.
 
     vLLM's OLMoE has an output embedding of its own, which nothing fills then: all logits are zero. A model that ties
-    them has one parameter, under the name of the other.
+    them has one parameter, under the name of the other. Raises UnsupportedError where no embeddings were found.
     """
     from vllm.config import get_current_vllm_config
 
     tied = getattr(get_current_vllm_config().model_config.hf_text_config, "tie_word_embeddings", False)
-    own = any(name.endswith(_OUTPUT) for name, _ in model.named_parameters())
+    lacking = tied and any(name.endswith(_OUTPUT) for name, _ in model.named_parameters())
+    embeddings: Tensor | None = None
     for name, tensor in weights:
         yield name, tensor
-        if tied and own and name.endswith(_INPUT):
-            yield _OUTPUT, tensor
+        lacking = lacking and not name.endswith(_OUTPUT)
+        if lacking and embeddings is None and name.endswith(_INPUT):
+            embeddings = tensor
+    if not lacking:
+        return
+    if embeddings is None:
+        raise UnsupportedError(
+            f"vLLM's {type(model).__name__} does not tie its {_OUTPUT} to the embeddings, and the checkpoint has none",
+            "store the embeddings under that name as well, and convert again",
+        )
+    yield _OUTPUT, embeddings
 
 
 def layer_number(name: str) -> int | None:
