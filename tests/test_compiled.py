@@ -238,12 +238,13 @@ def test_a_graph_of_compiled_layers_gives_the_same_tokens(
 ) -> None:
     """Float32, products of 192 terms in another order: 1e-4 of the largest logit, as kernels differ more than CPUs.
 
-    Of some hundred sparse tokens a few differ by a percent or so: rounding takes a channel over the border.
+    Of some hundred sparse tokens a few differ by a percent or so: rounding takes a channel over the border, and later
+    tokens of that sequence see it in the cache.
     """
     model, prompts = load(name).to("cuda"), TOKENS.cuda()
     steps = [CapturedStep(model, 3, 40, mode, compiled=compiled, note=pytest.fail) for compiled in (True, False)]
     (tokens, logits), (expected_tokens, expected) = (decode(step, prompts, STEPS) for step in steps)
     error = (logits - expected).abs().amax(-1) / expected.abs().max()
-    assert (error > 1e-4).float().mean() <= {"never": 0, "decode": 0.05}[mode]
-    assert error.max() < 0.1
+    assert (error > 1e-4).float().mean() <= {"never": 0, "decode": 0.5}[mode]
+    assert error.max() < 0.05
     assert torch.equal(tokens, expected_tokens)
