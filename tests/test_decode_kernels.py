@@ -75,7 +75,16 @@ class Case:
 
 
 FOUR = Blocks(screen_parts=1, screen_warps=4, select_chunk=32, exact_channels=8, finish_columns=64)
-EIGHT = Blocks(exact_ahead=1, screen_parts=2, screen_warps=8, screen_loads=40, exact_channels=8, finish_columns=64)
+EIGHT = Blocks(
+    screen_parts=2,
+    screen_warps=8,
+    screen_words=4,
+    screen_loads=40,
+    score_channels=64,
+    score_warps=2,
+    exact_channels=8,
+    finish_columns=64,
+)
 
 CASES = [
     # Sentinels on both sides of 0..E-1, a token without any expert.
@@ -101,7 +110,7 @@ CASES = [
         (torch.int32, torch.bfloat16),
     ),
     # A rank that is no power of two, below the stored one; programs of three steps, the last one partly empty; recovery
-    # in pieces, likewise; parts of 12 coordinates, the last of one.
+    # in pieces, likewise; parts of 16 coordinates, the third of 5, the last of none; 2 words a lane.
     Case(
         "steps",
         ((2, 0),),
@@ -109,7 +118,9 @@ CASES = [
         ReadSettings(33, 37, "rho", 5),
         TERNARY,
         torch.float16,
-        replace(FOUR, exact_channels=2, exact_steps=3, exact_ahead=1, screen_parts=4, screen_loads=8, recovery_rows=32),
+        replace(
+            FOUR, exact_channels=2, exact_steps=3, screen_parts=4, screen_words=2, screen_loads=8, recovery_rows=32
+        ),
         "gelu",
     ),
     # More blocks than a program has side by side, and no multiple of them; all coordinates, a few at a time.
@@ -122,6 +133,16 @@ CASES = [
         torch.float32,
         replace(FOUR, screen_loads=24),
     ),
+    # Six tiles, strips of four: the second is half empty; words loaded one by one in the next case.
+    Case(
+        "two-strips",
+        ((1, 0),),
+        (2, 128, 321),
+        ReadSettings(60, 80, "variance", 8),
+        TERNARY,
+        torch.bfloat16,
+        Blocks(),
+    ),
     # One coordinate a block, no recovery, fewer channels than a tile.
     Case("one-coordinate", ((0, 1, 6),), (6, 130, 10), ReadSettings(7, 1, "norm", 0), TERNARY, torch.float32, EIGHT),
     # Parts that begin behind the last coordinate picked.
@@ -132,7 +153,7 @@ CASES = [
         ReadSettings(9, 37, "norm", 8),
         QUATERNARY,
         torch.bfloat16,
-        replace(FOUR, screen_parts=8, screen_loads=4),
+        replace(FOUR, screen_parts=8, screen_words=1, screen_loads=8, score_channels=64),
         "relu",
     ),
 ]
@@ -290,13 +311,14 @@ class Run:
 
     @property
     def picked(self) -> Tensor:
-        """(N, nb, COORDINATES) int64: the coordinates of a block, the last of the list first."""
-        return self._listed(self.stages.offsets).long() // self.stages.layer.tiles.codes.stride(1)
+        """(N, nb, COORDINATES) int64: the coordinates of a block, in the order of the list."""
+        return (self._listed >> 16).long()
 
     @property
     def picked_values(self) -> Tensor:
-        """(N, nb, COORDINATES, 2) float64: x' of each, twice."""
-        return self._listed(self.stages.values).view(torch.float16).unflatten(-1, (-1, 2)).double()
+        """(N, nb, COORDINATES) float64: x' = 256 hi + lo of each."""
+        lo, hi, _, _ = self._listed.unsqueeze(-1).view(torch.int8).double().unbind(-1)
+        return 256 * hi + lo
 
     @property
     def keys(self) -> Tensor:
@@ -314,9 +336,10 @@ class Run:
         """(N, K, I) bool."""
         return kept_by_lists(self.stages)
 
-    def _listed(self, places: Tensor) -> Tensor:
-        """(N, nb, 128), by rising |Rx|, -> (N, nb, COORDINATES), falling."""
-        return places[..., : self.case.settings.coordinates].flip(-1).contiguous()
+    @property
+    def _listed(self) -> Tensor:
+        """(N, nb, COORDINATES) int32."""
+        return self.stages.picked[..., : self.case.settings.coordinates].contiguous()
 
 
 def kept_by_lists(stages: Stages) -> Tensor:
@@ -377,7 +400,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 # ---------------------------------------------------------------- rotate
 
 
-def test_the_largest_coordinates_are_listed_the_smallest_of_them_first(run: Run) -> None:
+def test_the_largest_coordinates_are_listed_the_largest_first(run: Run) -> None:
     """Each once. Two within 2^-16 of each other may change places."""
     size = run.formula.rx.abs()
     expected = size.gather(-1, run.formula.listed)
@@ -386,29 +409,25 @@ def test_the_largest_coordinates_are_listed_the_smallest_of_them_first(run: Run)
 
 
 def test_listed_values_are_rx_on_the_block_s_scale(run: Run) -> None:
-    """x' * (2^8 / 2^e) * 2^-8 = Rx, but for FP16's 2^-11, and 1e-6 of the largest by sums of 128 in float32."""
+    """x' / 2^e = Rx, but for the half of an integer, and 1e-6 of the largest by sums of 128 in float32."""
     rx = run.formula.rx.gather(-1, run.picked)
-    x2, unit = run.picked_values, run.stages.block_info[:, 0, :, None].double()
-    assert torch.equal(x2[..., 0], x2[..., 1])
-    top = x2[..., 0, 0].abs()
-    assert ((top >= 2**14) & (top <= 2**15)).all()  # the top may be rounded up to 2^15
-    slack = rx.abs() * 2**-11 + rx.abs().amax(-1, keepdim=True) * 1e-6
-    assert ((x2[..., 0] * unit * 2**-8 - rx).abs() <= slack).all()
+    x, unit = run.picked_values, run.stages.block_info[:, 0, :, None].double() * 2**-7
+    top = x[..., 0].abs()
+    assert ((top >= 2**13) & (top <= 2**14)).all()  # the top may be rounded up to 2^14
+    slack = unit / 2 + rx.abs().amax(-1, keepdim=True) * 1e-6
+    assert ((x * unit - rx).abs() <= slack).all()
 
 
 def test_behind_the_last_coordinate_stands_the_largest_times_nothing(run: Run) -> None:
     """The screen reads on to a multiple of its steps: rows that it has read, and they change no sum."""
-    end = run.case.settings.coordinates
-    largest = run.stages.offsets[..., end - 1 : end]
-    assert torch.equal(run.stages.offsets[..., end:], largest.expand_as(run.stages.offsets[..., end:]))
-    assert (run.stages.values[..., end:] == 0).all()
+    behind = run.stages.picked[..., run.case.settings.coordinates :]
+    assert torch.equal(behind, (run.picked[..., :1] << 16).int().expand_as(behind))
 
 
 def test_block_info_sums_what_is_listed_and_the_energies(run: Run) -> None:
     """The sum is that of the rounded numbers, which the codes meet: the zero point goes out exactly."""
     _, total, energy = run.stages.block_info.double().unbind(1)
-    listed = run.picked_values[..., 0]
-    assert ((total - listed.sum(-1)).abs() <= 1e-6 * listed.abs().sum(-1)).all()
+    assert torch.equal(total, run.picked_values.sum(-1))
     known, code = run.case.settings.score == "rho", run.case.code
     factors = (1.0, 1.0) if known else (code.noise_read, code.noise_unread)
     expected = run.formula.rx.square() * torch.where(run.formula.picked, *factors)
@@ -423,7 +442,7 @@ def rotate_tokens(x: Tensor, coordinates: int) -> Run:
     layer = make_layer(replace(case, dtype=x.dtype))
     _, ids, weights = make_inputs(case)
     stages = Stages(x, ids, weights, repack(layer), case.settings, case.blocks)
-    stages.offsets.fill_(-1)
+    stages.picked.fill_(-1)
     stages.rotate()
     return Run(case, layer, x, ids, weights, stages, x, formula(x, ids, weights, layer, case.settings))
 
@@ -441,7 +460,7 @@ def test_ties_go_to_the_lower_coordinate(coordinates: int) -> None:
 @pytest.mark.parametrize("size", [1e-24, 1e-12, 1e15])
 def test_no_size_of_a_token_loses_digits(size: float) -> None:
     run = rotate_tokens(gaussian(2, 192, seed=3) * size, 37)
-    test_the_largest_coordinates_are_listed_the_smallest_of_them_first(run)
+    test_the_largest_coordinates_are_listed_the_largest_first(run)
     test_listed_values_are_rx_on_the_block_s_scale(run)
 
 
@@ -459,7 +478,7 @@ def test_a_token_that_is_not_finite_lists_coordinates_all_the_same(what: float) 
 
 
 def test_sums_of_codes_are_those_of_the_picked_coordinates(run: Run) -> None:
-    """sum over the parts = sum over picked c of (code - zero) (Rx)_c. FP16: 20 additions, each rounded at 2^-12."""
+    """sum over the parts = sum over picked c of (code - zero) (Rx)_c, exact but for x' and the FP16 that is stored."""
     stages, layer = run.stages, run.layer
     channels, nb = stages.channels, stages.nb
     unit = stages.block_info[:, 0].amax(1).double()
@@ -468,34 +487,38 @@ def test_sums_of_codes_are_those_of_the_picked_coordinates(run: Run) -> None:
         codes = values(unpack(layer.codes[e], layer.code, channels), layer.code).double() / layer.code.levels[-1]
         step = (layer.code.levels[1] - layer.code.levels[0]) / layer.code.levels[-1]
         expected = torch.einsum("bc,mbcj->mbj", seen[n], codes.unflatten(1, (nb, BLOCK))) / step
-        # (parts, strips, 2, 32, 8) -> words of 16 channels
-        found = stages.sums[n, s].double().sum(1).transpose(2, 3).reshape(nb, -1, 16) * unit[n]
-        for matrix in range(2):
-            j = torch.arange(channels)
-            mine = found[:, j // 64 * 8 + matrix * 4 + j % 64 // 16, j % 16]
-            assert ((mine - expected[matrix]).abs() <= 5e-3 * expected.abs().max()).all()
+        # (nb, parts, tiles, 2, 64) -> (2, nb, channels)
+        found = stages.sums[n, s].double().sum(1).permute(2, 0, 1, 3).flatten(2)[..., :channels] * unit[n]
+        assert ((found - expected).abs() <= 1e-3 * expected.abs().max()).all()
 
 
 def test_estimates_are_the_formula(run: Run) -> None:
-    """Sums of FP16, each rounded at 2^-12 of what it holds, up to 32 times: 0.5 % of the largest of the token."""
+    """Sums of each block are stored as FP16, rounded at 2^-12, and x' at 2^-14: 0.2 % of the largest of the token."""
     expected = run.formula.p
     top = expected.abs().amax((1, 2), keepdim=True)
-    assert ((run.estimated.double() - expected).abs() <= 5e-3 * top).all()
+    assert ((run.estimated.double() - expected).abs() <= 2e-3 * top).all()
 
 
 def test_scores_are_within_a_percent_where_they_matter(run: Run) -> None:
     """Of itself or of the k-th largest, whichever is more: no error as small can lift the others over the border.
 
     Far below it gate and up are small differences of large sums, so that what FP16 rounds away is much of what is left.
-    The error is random, 0.25 % (ternary) and 0.35 % (quaternary) in the mean square: one in a hundred may have more
-    than 1 %, and none of some 20,000 more than five times the mean.
     """
     expected = run.formula.score
     border = expected.flatten(1).topk(run.case.k).values[:, -1]
     matters = expected.clamp_min(border.view(-1, 1, 1))
     error = ((run.score - expected).abs() / matters)[run.served].flatten()
-    assert float(error.max()) < 0.02
-    assert float((error > 0.01).float().mean()) < 0.01
+    assert float(error.max()) < 0.01
+    assert float((error > 4e-3).float().mean()) < 0.01
+
+
+def test_a_program_may_have_as_many_channels_as_blocks_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where H is 4096."""
+    monkeypatch.setitem(globals(), "STORED_RANK", 32)
+    settings = ReadSettings(9, 37, "variance", 32)
+    run = run_of(Case("thirty-two", ((1,),), (2, 32 * BLOCK, 20), settings, TERNARY, torch.bfloat16, FOUR))
+    test_estimates_are_the_formula(run)
+    test_scores_are_within_a_percent_where_they_matter(run)
 
 
 def test_slots_without_expert_have_no_score_and_no_estimate(run: Run) -> None:
@@ -608,10 +631,36 @@ def test_selection_by_keys(keys: Tensor, k: int) -> None:
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
 
-def test_selection_from_more_candidates_than_one_look_takes() -> None:
-    """8,400 of them, in two looks and 33 chunks; equals of the k-th largest on both sides of a border between them."""
+@pytest.mark.parametrize("warps", [2, 4])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_warps_of_a_program_list_one_after_the_other(keys: Tensor, warps: int) -> None:
+    """All candidates in one chunk, of 128; words of 32 side by side in a warp of two."""
+    blocks = replace(THREE_TOKENS.blocks, select_chunk=128, select_warps=warps)
+    case = replace(THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, CHANNELS), blocks=blocks)
+    case = replace(case, settings=ReadSettings(50, 1, "norm", 0))
+    expected = top_k_mask(keys.flatten(1).double(), 50).view_as(keys) & (keys > 0)
+    assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 128])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_selection_by_keys_that_are_loaded_side_by_side(keys: Tensor, chunk: int) -> None:
+    """One, two or four at once, where a token's lie so; the last chunk holds 12, 44 or 108 of its candidates."""
+    keys = keys[..., :36].contiguous()
+    case = replace(
+        THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, 36), settings=ReadSettings(50, 1, "norm", 0)
+    )
+    case = replace(case, blocks=replace(case.blocks, select_chunk=chunk, select_warps=2))
+    expected = top_k_mask(keys.flatten(1).double(), 50).view_as(keys) & (keys > 0)
+    assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
+
+
+@pytest.mark.parametrize("warps", [1, 8])
+def test_selection_from_more_candidates_than_one_look_takes(warps: int) -> None:
+    """8,400, in three looks and 33 chunks; equals of the k-th largest on both sides of a border between them."""
     channels, k = 2800, 700
     case = replace(THREE_TOKENS, ids=((1, 0, 2),), shape=(3, 128, channels), settings=ReadSettings(k, 1, "norm", 0))
+    case = replace(case, blocks=replace(case.blocks, select_warps=warps))
     keys = torch.randint(1, 1 << 30, (1, 3 * channels), generator=torch.Generator().manual_seed(0)).int()
     keys[0, 8000:8300] = keys.sort(descending=True).values[0, k - 100]
     keys = keys.view(1, 3, channels)
@@ -731,21 +780,43 @@ def test_a_token_without_any_expert_gives_zeros_whatever_it_holds(what: float) -
     assert torch.equal(y[0], torch.zeros_like(y[0]))
 
 
-@pytest.mark.parametrize(("limit", "number"), [("_MOST_GROUPS", 4), ("_MOST_KEYS", 8)])
-def test_more_than_is_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch, limit: str, number: int) -> None:
-    case = small_case(((4, 0), (1, 2)), 13)
-    case = replace(case, blocks=replace(case.blocks, exact_channels=2))
+@pytest.mark.parametrize("k", [31, 45, 70])
+def test_more_groups_than_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """One to three turns, the last of them full or not."""
+    case = small_case(((4, 0), (1, 2)), k)
+    case = replace(case, shape=(5, 130, 70), blocks=replace(case.blocks, exact_channels=1))
     expected, _ = decode_case(case)
-    monkeypatch.setattr(module, limit, number)
+    monkeypatch.setattr(module, "_MOST_GROUPS", 32)
     y, _ = decode_case(case)
-    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the same numbers, added in another order
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)  # the same numbers, added in another order
+
+
+@pytest.mark.parametrize("k", [1, 50, 100])
+def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """Of a bin with many members, alike and not: their ranks are counted over several looks."""
+    keys = random_keys(1 << 20, (1 << 20) + 40)
+    monkeypatch.setattr(module, "_MOST_KEYS", 16)
+    case = replace(THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, CHANNELS))
+    case = replace(case, settings=ReadSettings(k, 1, "norm", 0))
+    expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys)
+    assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"screen_parts": 3}, {"screen_loads": 6}, {"screen_loads": 0}, {"select_chunk": 300}]
+    "wrong",
+    [
+        {"screen_parts": 3},
+        {"screen_words": 3},
+        {"screen_loads": 12},
+        {"screen_loads": 0},
+        {"score_channels": 16},
+        {"score_warps": 2},
+        {"select_chunk": 300},
+        {"select_chunk": 16},
+    ],
 )
 def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=r"(screen (parts|loads)|select chunk) = \d"):
+    with pytest.raises(UsageError, match=r"(screen (parts|words|loads)|score channels|select chunk) = \d"):
         Blocks(**wrong)
 
 
@@ -773,6 +844,17 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone() -> None:
     y = decode(x, ids, weights, layer, case.settings, case.blocks)
     assert y[0].isnan().all()
     assert torch.equal(y[1], clean[1])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_estimates_of_a_token_that_is_not_finite_are_no_numbers(what: float) -> None:
+    """Nothing kept, so that only they tell: x' are integers, which have no NaN."""
+    case = replace(small_case(((4, 0),), 0), settings=ReadSettings(0, 49, "norm", 5))
+    x, ids, weights = make_inputs(case)
+    x[0, 3] = what
+    y = decode(x, ids, weights, repack(make_layer(case)), case.settings, case.blocks)
+    assert y.isnan().all()
 
 
 def test_no_tokens_give_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Two FP16 in a word, and the sums of 2-bit codes in them: the arithmetic, and the assembly against its plain twin."""
+"""Sums of 2-bit codes by products of integer matrices, and numbers as integers and back: the assembly and its twin."""
 
 import pytest
 import torch
@@ -10,120 +10,99 @@ from mreader.kernels.intrinsics import (
     add_codes,
     add_codes_asm,
     add_codes_plain,
+    as_float,
+    byte_of_lane_asm,
+    byte_of_lane_plain,
+    count_bits_asm,
+    count_bits_plain,
+    count_equals_asm,
+    count_equals_plain,
     has_dependent_launch,
-    high_half,
-    low_half,
-    pack_halves,
+    nearest_integer,
+    selector_of_lane,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WORDS = 512  # all of one program
+WARPS = 4
+LANES = 32 * WARPS  # all of one program
 
 
 @triton.jit
-def _add_kernel(words, xs, sums, out, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    i = tl.arange(0, WORDS)
-    word, x2 = tl.load(words + i), tl.load(xs + i)
-    a0, a1, a2, a3 = (
-        tl.load(sums + i),
-        tl.load(sums + i + WORDS),
-        tl.load(sums + i + 2 * WORDS),
-        tl.load(sums + i + 3 * WORDS),
-    )
-    sums += 4 * WORDS
-    a4, a5, a6, a7 = (
-        tl.load(sums + i),
-        tl.load(sums + i + WORDS),
-        tl.load(sums + i + 2 * WORDS),
-        tl.load(sums + i + 3 * WORDS),
-    )
-    if ASSEMBLY:
-        a = add_codes_asm(word, x2, a0, a1, a2, a3, a4, a5, a6, a7)
-    else:
-        a = add_codes_plain(word, x2, a0, a1, a2, a3, a4, a5, a6, a7)
+def _add_kernel(words, listed, sums, out, LANES: tl.constexpr, ASSEMBLY: tl.constexpr):
+    i = tl.arange(0, LANES)
+    word, other_word = tl.load(words + i), tl.load(words + i + LANES)
+    x, other_x, selector = tl.load(listed + i), tl.load(listed + i + LANES), selector_of_lane(i % 32)
+    a = ()
     for c in tl.static_range(8):
-        tl.store(out + c * WORDS + i, a[c])
+        a = a + (tl.load(sums + c * LANES + i),)
+    if ASSEMBLY:
+        x, other_x = byte_of_lane_asm(x, selector), byte_of_lane_asm(other_x, selector)
+        a = add_codes_asm(word, other_word, x, other_x, a)
+    else:
+        x, other_x = byte_of_lane_plain(x, selector), byte_of_lane_plain(other_x, selector)
+        a = add_codes_plain(word, other_word, x, other_x, a)
+    for c in tl.static_range(8):
+        tl.store(out + c * LANES + i, a[c])
 
 
 @triton.jit
-def _halves_kernel(words, low, high, packed, WORDS: tl.constexpr):
-    i = tl.arange(0, WORDS)
+def _count_kernel(words, bits, plain_bits, equals, LANES: tl.constexpr, ASSEMBLY: tl.constexpr):
+    i = tl.arange(0, LANES)
     word = tl.load(words + i)
-    tl.store(low + i, low_half(word))
-    tl.store(high + i, high_half(word))
-    tl.store(packed + i, pack_halves(low_half(word), high_half(word)))
+    tl.store(plain_bits + i, count_bits_plain(word))
+    if ASSEMBLY:
+        tl.store(bits + i, count_bits_asm(word))
+        tl.store(equals + i, count_equals_asm(word))
+    else:
+        tl.store(bits + i, count_bits_plain(word))
+        tl.store(equals + i, count_equals_plain(word))
 
 
 @triton.jit
-def _pack_kernel(low, high, packed, WORDS: tl.constexpr):
-    i = tl.arange(0, WORDS)
-    tl.store(packed + i, pack_halves(tl.load(low + i), tl.load(high + i)))
+def _integers_kernel(numbers, integers, floats, LENGTH: tl.constexpr):
+    i = tl.arange(0, LENGTH)
+    integer = nearest_integer(tl.load(numbers + i))
+    tl.store(integers + i, integer)
+    tl.store(floats + i, as_float(integer))
 
 
 def integers(low: int, high: int, *shape: int, seed: int) -> Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def as_words(low: Tensor, high: Tensor) -> Tensor:
-    """(...) FP16 twice -> (...) int32."""
-    return torch.stack([low, high], -1).view(torch.int32).squeeze(-1)
-
-
-def as_halves(words: Tensor) -> tuple[Tensor, Tensor]:
-    """(...) int32 -> low and high, (...) FP16."""
-    low, high = words.view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
-    return low, high
-
-
 def add(words: Tensor, x: Tensor, sums: Tensor, assembly: bool) -> Tensor:
-    """words (WORDS,) int32, x (WORDS,) FP16, sums (8, WORDS) int32 -> (8, WORDS) int32."""
-    moved = [tensor.contiguous().to(DEVICE) for tensor in (words, as_words(x, x), sums)]
+    """words (2, LANES) int32, x (2, WARPS, 4) integers, sums (8, LANES) int32 -> (8, LANES) int32.
+
+    x: of the four lanes of a g; all g of a warp list the same
+    """
+    lo = (x + 128) % 256 - 128
+    listed = ((x - lo) | (x & 255))[:, :, None, :].expand(-1, -1, 8, -1).reshape(2, LANES)
+    listed = listed & 0xFFFF | integers(0, 128, 2, LANES, seed=0) << 16  # the coordinate, which is no part of x'
+    moved = [tensor.int().contiguous().to(DEVICE) for tensor in (words, listed, sums)]
     out = torch.empty_like(moved[2])
-    _add_kernel[(1,)](*moved, out, WORDS=WORDS, ASSEMBLY=assembly)
+    _add_kernel[(1,)](*moved, out, LANES=LANES, ASSEMBLY=assembly)
     return out.cpu()
 
 
 def add_by_definition(words: Tensor, x: Tensor, sums: Tensor) -> Tensor:
-    """a_i + x * (code i of either half) * 2^-24 * 4^(i mod 5) in float64, rounded to FP16 once."""
-    result = []
-    for i, (low, high) in enumerate(zip(*as_halves(sums), strict=True)):
-        unit = 2.0**-24 * 4 ** (i % 5)
-        codes = [(words >> 2 * c & 3).double() for c in (i, 8 + i)]
-        halves = [a.double() + x.double() * code * unit for a, code in zip((low, high), codes, strict=True)]
-        result.append(as_words(*(half.half() for half in halves)))
-    return torch.stack(result)
+    """sums[2 i] of lane 4 g + t += the sum over lanes u of g and both coordinates of hi_u 4^i (code 4 t + i of u)."""
+    lo = (x + 128) % 256 - 128
+    bytes_of_x = ((x - lo) // 256, lo)
+    result = sums.long().clone().view(8, WARPS, 8, 4)
+    of_lane = words.long().view(2, WARPS, 8, 4)
+    for i in range(4):
+        for byte in range(2):
+            for t in range(4):
+                codes = (of_lane >> 2 * (4 * t + i) & 3) * 4**i
+                result[2 * i + byte, ..., t] += (codes * bytes_of_x[byte][:, :, None, :]).sum((0, 3))
+    return result.view(8, LANES).int()
 
 
-# What a block meets: words of every pattern (the sign bit too), x' below 2^15 and sums of either sign. x' is an integer
-# here and sums are below 0.9, so that float32 holds the result as it is: below 1 where it is a multiple of 2^-24, below
-# 4 where of 2^-22 or more. Then the twin rounds once, as the assembly does.
 def usual(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    words = integers(-(2**31), 2**31, WORDS, seed=seed).int()
-    x = integers(-(2**15) + 16, 2**15 - 16, WORDS, seed=seed + 1).half()
-    sums = integers(-1800, 1801, 2, 8, WORDS, seed=seed + 2).half() / 2**11
-    return words, x, as_words(sums[0], sums[1])
-
-
-# Every FP16 but infinities and NaN: subnormals too, and zeros of both signs.
-def any_bits(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    def finite(bits: Tensor) -> Tensor:
-        halves = bits.to(torch.int16).view(torch.float16)
-        return torch.where(halves.isfinite(), halves, 1.0)
-
-    words = integers(-(2**31), 2**31, WORDS, seed=seed).int()
-    x = finite(integers(-(2**15), 2**15, WORDS, seed=seed + 1))
-    sums = finite(integers(-(2**15), 2**15, 2, 8, WORDS, seed=seed + 2))
-    return words, x, as_words(sums[0], sums[1])
-
-
-def places_apart(first: Tensor, second: Tensor) -> int:
-    """The largest number of FP16 from one to the other, over all halves."""
-
-    def place(words: Tensor) -> Tensor:
-        bits = torch.stack(as_halves(words)).view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return int((place(first) - place(second)).abs().max())
+    """What a block meets: words of every pattern (the sign bit too), x' of either sign, sums below 2^22."""
+    words = integers(-(2**31), 2**31, 2, LANES, seed=seed)
+    x = integers(-(2**14), 2**14 + 1, 2, WARPS, 4, seed=seed + 1)
+    return words, x, integers(-(2**22), 2**22, 8, LANES, seed=seed + 2)
 
 
 ASSEMBLY = pytest.mark.parametrize("assembly", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["plain", "asm"])
@@ -133,26 +112,30 @@ ASSEMBLY = pytest.mark.parametrize("assembly", [False, pytest.param(True, marks=
 
 
 @ASSEMBLY
-def test_codes_are_added_and_rounded_once(assembly: bool) -> None:
+def test_codes_are_added_exactly(assembly: bool) -> None:
     words, x, sums = usual(seed=1)
     assert torch.equal(add(words, x, sums, assembly), add_by_definition(words, x, sums))
 
 
+@pytest.mark.parametrize("x", [-(2**14), -129, -128, -1, 127, 128, 255, 2**14])
 @ASSEMBLY
-def test_any_number_is_added_within_a_rounding(assembly: bool) -> None:
-    """Exactly half way between two FP16, a sum that was rounded to float32 first may fall to the other side."""
-    words, x, sums = any_bits(seed=2)
-    assert places_apart(add(words, x, sums, assembly), add_by_definition(words, x, sums)) <= 1
+def test_both_bytes_of_any_number_count(assembly: bool, x: int) -> None:
+    words, _, sums = usual(seed=4)
+    of_lanes = torch.full((2, WARPS, 4), x)
+    assert torch.equal(add(words, of_lanes, sums, assembly), add_by_definition(words, of_lanes, sums))
 
 
 @pytest.mark.parametrize("code", range(16))
 @ASSEMBLY
 def test_a_code_reaches_its_own_sum_and_no_other(assembly: bool, code: int) -> None:
-    words = torch.full((WORDS,), 3).bitwise_left_shift(2 * code).int()  # code 15 sets the sign
-    x = torch.full((WORDS,), 2.0**14, dtype=torch.float16)
-    out = torch.stack(as_halves(add(words, x, torch.zeros(8, WORDS, dtype=torch.int32), assembly)))[..., 0]
-    expected = torch.zeros(2, 8, dtype=torch.float16)
-    expected[code // 8, code % 8] = 3 * 2.0**-10 * 4 ** (code % 8 % 5)
+    """Of one lane's word, times 257: the two sums of its channel, in the lane of the channel's byte."""
+    words = torch.zeros(2, LANES, dtype=torch.int64)
+    words[1, 37] = 3 << 2 * code  # code 15 sets the sign; lane 37 is lane 5 of warp 1: g = 1, t = 1
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    out = add(words, torch.full((2, WARPS, 4), 257), torch.zeros(8, LANES), assembly)
+    expected = torch.zeros(8, LANES, dtype=torch.int32)
+    i = code % 4
+    expected[2 * i : 2 * i + 2, 36 + code // 4] = 3 * 4**i
     assert torch.equal(out, expected)
 
 
@@ -168,28 +151,49 @@ def test_the_interpreter_runs_the_twin() -> None:
     assert add_codes is add_codes_plain
 
 
-# ---------------------------------------------------------------- halves
+# ---------------------------------------------------------------- counts
 
 
-def test_every_fp16_comes_out_of_either_half_and_goes_back() -> None:
-    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
-    numbers = torch.where(every.isnan(), 0.0, every)  # a NaN may come back as another
-    for some in numbers.split(WORDS):
-        words = as_words(some, some.flip(0)).to(DEVICE)
-        low, high = (torch.empty(WORDS, device=DEVICE) for _ in range(2))
-        packed = torch.empty_like(words)
-        _halves_kernel[(1,)](words, low, high, packed, WORDS=WORDS)
-        assert torch.equal(low.cpu(), some.float())
-        assert torch.equal(high.cpu(), some.flip(0).float())
-        assert torch.equal(packed, words)
+def count(words: Tensor, assembly: bool) -> tuple[Tensor, Tensor]:
+    """words (LANES,) int32 -> bits of each, as both say, and equals of a warp."""
+    bits, plain_bits, equals = (torch.empty(LANES, dtype=torch.int32, device=DEVICE) for _ in range(3))
+    _count_kernel[(1,)](words.to(DEVICE), bits, plain_bits, equals, LANES=LANES, ASSEMBLY=assembly)
+    assert torch.equal(bits, plain_bits)
+    return bits.cpu(), equals.cpu()
 
 
-def test_floats_are_packed_to_the_nearest_fp16() -> None:
-    low, high = torch.randn(2, WORDS, generator=torch.Generator().manual_seed(3)) * torch.logspace(-8, 4, WORDS)
-    low[0], high[0] = 1 + 2.0**-11, 1 + 3 * 2.0**-11  # half way: to the even one
-    packed = torch.empty(WORDS, dtype=torch.int32, device=DEVICE)
-    _pack_kernel[(1,)](low.to(DEVICE), high.to(DEVICE), packed, WORDS=WORDS)
-    assert torch.equal(packed.cpu(), as_words(low.half(), high.half()))
+@ASSEMBLY
+def test_bits_are_counted(assembly: bool) -> None:
+    words = integers(-(2**31), 2**31, LANES, seed=5).int()
+    words[:4] = torch.tensor([0, -1, 1, -(2**31)])
+    bits, _ = count(words, assembly)
+    assert bits.tolist() == [(word & 0xFFFFFFFF).bit_count() for word in words.tolist()]
+
+
+@ASSEMBLY
+@pytest.mark.parametrize("values", [1, 5, 1000])
+def test_equals_of_a_warp_add_up(assembly: bool, values: int) -> None:
+    """To how many lanes of the warp have the number, whichever of them says it; the assembly says it once."""
+    words = integers(0, values, LANES, seed=values).int() - 1
+    _, equals = count(words, assembly)
+    for warp, found in zip(words.split(32), equals.split(32), strict=True):
+        for value in warp.unique():
+            assert int(found[warp == value].sum()) == int((warp == value).sum())
+            assert not assembly or int((found[warp == value] > 0).sum()) == 1
+
+
+# ---------------------------------------------------------------- integers
+
+
+def test_numbers_become_the_nearest_integers_and_integers_numbers() -> None:
+    """Ties to the even one, both signs, up to 2^22."""
+    numbers = torch.randn(512, generator=torch.Generator().manual_seed(3)) * torch.logspace(-8, 6, 512)
+    numbers[:6] = torch.tensor([0.5, 1.5, -2.5, 4194303.0, -4194303.0, -0.0])
+    found = torch.empty(512, dtype=torch.int32, device=DEVICE)
+    back = torch.empty(512, device=DEVICE)
+    _integers_kernel[(1,)](numbers.to(DEVICE), found, back, LENGTH=512)
+    assert torch.equal(found.cpu(), numbers.round().int())
+    assert torch.equal(back.cpu(), numbers.round() + 0.0)
 
 
 # ---------------------------------------------------------------- dependent launch

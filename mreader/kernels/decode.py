@@ -18,11 +18,11 @@ from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
-from mreader.kernels.intrinsics import has_dependent_launch, launch_options
+from mreader.kernels.intrinsics import full_registers, has_dependent_launch, launch_options
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
-from mreader.kernels.screen_kernel import STRIP, screen_kernel
+from mreader.kernels.screen_kernel import screen_kernel
 from mreader.kernels.select_kernel import select_kernel
 from mreader.kernels.tuning import LayerShape, configuration, device_name
 from mreader.reader import ExpertLayer, ReadSettings
@@ -31,8 +31,8 @@ from mreader.reader import ExpertLayer, ReadSettings
 _HISTOGRAM = {"COARSE_SHIFT": 22, "FINE_SHIFT": 14, "COARSE": 1 << 9, "FINE": 1 << 14}
 
 _MOST_CHUNKS = 64  # of a token: a program of `exact` finds its own among them
-_MOST_KEYS = 8192  # that a program of `select` looks at side by side
-_MOST_GROUPS = 256  # that a program of `finish` adds side by side
+_MOST_KEYS = 32  # that a lane of `select` looks at side by side, a multiple of 4
+_MOST_GROUPS = 256  # whose outputs a program of `finish` has under way at once, a multiple of 32
 _MOST_PROGRAMS = 65_535  # in the second and third direction of a grid
 
 
@@ -86,38 +86,50 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
 class Blocks:
     """Meta-parameters, <kernel>_<parameter> of tuning.toml: warps of a program, and how much it takes on.
 
-    screen_parts:   programs that share the coordinates of a block: 1, 2, 4 or 8
-    screen_warps:   blocks of a program
-    screen_loads:   coordinates whose codes a thread has under way at a time, a multiple of 4
-    select_chunk:   candidates of a program, a power of 2; more where a token has very many
+    screen_parts:   warps that share the coordinates of a block: 1, 2, 4 or 8
+    screen_warps:   of a program; each has a block, a part of its coordinates and a strip of channels
+    screen_words:   words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
+    screen_loads:   coordinates whose codes a warp has under way at a time, a multiple of 8
+    score_channels: of a program: 32 or 64, and 32 or more a warp
+    select_chunk:   candidates of a program, a power of 2, 32 or more; more where a token has very many
+    select_warps:   a power of 2; fewer where a warp would have less than 32 candidates
     recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
-    exact_ahead:    1 where all their rows are under way before it looks at one, 0 where the compiler may save registers
     finish_columns: of the output
     """
 
     rotate_warps: int = 4
-    screen_parts: int = 2
-    screen_warps: int = 4
-    screen_loads: int = 20
-    score_warps: int = 2
+    screen_parts: int = 1
+    screen_warps: int = 2
+    screen_words: int = 4
+    screen_loads: int = 40
+    score_channels: int = 32
+    score_warps: int = 1
     select_chunk: int = 256
-    select_warps: int = 4
+    select_warps: int = 8
     recovery_rows: int = 1024
     exact_channels: int = 4
     exact_steps: int = 1
     exact_warps: int = 8
-    exact_ahead: int = 0
     finish_columns: int = 16
-    finish_warps: int = 4
+    finish_warps: int = 1
 
     def __post_init__(self) -> None:
         if self.screen_parts not in (1, 2, 4, 8):
             raise UsageError(f"screen parts = {self.screen_parts}", "choose 1, 2, 4 or 8 in the tuning file")
-        if self.screen_loads < 4 or self.screen_loads % 4:
-            raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 4 in the tuning file")
-        if self.select_chunk < 1 or self.select_chunk & (self.select_chunk - 1):
-            raise UsageError(f"select chunk = {self.select_chunk}", "choose a power of 2 in the tuning file")
+        if self.screen_words not in (1, 2, 4):
+            raise UsageError(f"screen words = {self.screen_words}", "choose 1, 2 or 4 in the tuning file")
+        if self.screen_loads < 8 or self.screen_loads % 8:
+            raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 8 in the tuning file")
+        if self.score_channels not in (32, 64) or self.score_channels < 32 * self.score_warps:
+            raise UsageError(
+                f"score channels = {self.score_channels}, warps = {self.score_warps}",
+                "choose 32 or 64 channels in the tuning file, and 32 or more a warp",
+            )
+        if self.select_chunk < 32 or self.select_chunk & (self.select_chunk - 1):
+            raise UsageError(
+                f"select chunk = {self.select_chunk}", "choose a power of 2, 32 or more, in the tuning file"
+            )
 
 
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
@@ -142,8 +154,8 @@ def decode(
     weights: (N, K) any float
     returns: (N, H) dtype of x
 
-    Estimates are summed in FP16 over 20 coordinates at most, and in float32 beyond. The same input gives the same bits;
-    a token's result depends on its neighbours only where `blocks` does.
+    Estimates are sums of integers, exact within a block but for x' and the FP16 that each is stored as. The same input
+    gives the same bits; a token's result depends on its neighbours only where `blocks` does.
     """
     if len(x) == 0:
         return torch.empty_like(x)
@@ -198,7 +210,7 @@ class Stages:
             raise UsageError(f"rank {settings.rank} asked for, but rank {layer.basis.shape[1]} is stored")
         self.k = min(settings.k, self.candidates)
         self.nb = count_blocks(self.hidden)
-        self.strips = triton.cdiv(layer.tiles.codes.stride(1), STRIP.value)
+        self.strips = triton.cdiv(triton.cdiv(self.channels, TILE), blocks.screen_words)
         self.rank, self.stored_rank = settings.rank, layer.basis.shape[1]
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
         self.chunk = max(blocks.select_chunk, triton.next_power_of_2(triton.cdiv(self.candidates, _MOST_CHUNKS)))
@@ -215,11 +227,11 @@ class Stages:
             return torch.empty(shape, dtype=dtype, device=x.device)
 
         N, K, I = self.tokens, self.slots, self.channels
-        self.offsets = empty(N, self.nb, 128, dtype=torch.int32)
-        self.values = empty(N, self.nb, 128, dtype=torch.int32)
+        self.picked = empty(N, self.nb, 128, dtype=torch.int32)
         self.block_info = empty(N, 3, self.nb)
         self.histogram = empty(N, _HISTOGRAM["COARSE"] + _HISTOGRAM["FINE"], dtype=torch.int32)
-        self.sums = empty(N, K, self.nb, blocks.screen_parts, self.strips, 2, STRIP.value, 8, dtype=torch.float16)
+        tiles = self.strips * blocks.screen_words  # the last ones are no tiles where strips are not full
+        self.sums = empty(N, K, self.nb, blocks.screen_parts, tiles, 2, TILE, dtype=torch.float16)
         self.keys = empty(N, K, I, dtype=torch.int32)
         self.estimates = empty(N, K, I)
         self.rows = empty(N, self.chunks, self.chunk + self.padding, dtype=torch.int64)
@@ -235,14 +247,14 @@ class Stages:
         return self.y
 
     def rotate(self) -> None:
-        """offsets, values, block_info; clears the histogram."""
+        """picked, block_info; clears the histogram."""
         errors_known = self.settings.score == "rho"
         self._launch(
             rotate_kernel,
             (self.nb, self.tokens),
             self.blocks.rotate_warps,
-            *(self.x, self.layer.signs, self.offsets, self.values, self.block_info, self.histogram),
-            *(self.hidden, self.layer.tiles.codes.stride(1), -1),
+            *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram),
+            *(self.hidden, -1),
             COORDINATES=self.settings.coordinates,
             NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
             NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
@@ -255,16 +267,18 @@ class Stages:
         parts, code = self.blocks.screen_parts, self.layer.code
         self._launch(
             screen_kernel,
-            (self.strips * parts, triton.cdiv(self.nb, self.blocks.screen_warps), self.tokens * self.slots),
+            (triton.cdiv(self.nb * parts * self.strips, self.blocks.screen_warps), self.tokens * self.slots),
             self.blocks.screen_warps,
-            *(self.layer.tiles.codes, self.offsets, self.values, self.block_info, self.ids, self.sums),
+            *(self.layer.tiles.codes, self.picked, self.block_info, self.ids, self.sums),
             *(self.experts, self.slots, triton.cdiv(self.channels, TILE), 0, -1),
             nb=self.nb,
             ZERO=code.levels[0] / (code.levels[0] - code.levels[1]),
-            SHARE=4 * triton.cdiv(triton.cdiv(self.settings.coordinates, parts), 4),
+            SHARE=8 * triton.cdiv(triton.cdiv(self.settings.coordinates, parts), 8),
             PARTS=parts,
+            WORDS=self.blocks.screen_words,
+            STRIPS=self.strips,
             LOADED=self.blocks.screen_loads,
-            BLOCKS=self.blocks.screen_warps,
+            WARPS=self.blocks.screen_warps,
         )
 
     def score(self) -> None:
@@ -272,7 +286,7 @@ class Stages:
         layer, tiles = self.layer, self.layer.tiles
         self._launch(
             score_kernel,
-            (triton.cdiv(self.channels, TILE), self.slots, self.tokens),
+            (triton.cdiv(self.channels, self.blocks.score_channels), self.slots, self.tokens),
             self.blocks.score_warps,
             *(self.sums, tiles.scales, tiles.errors, self.block_info, self.ids, self.weights),
             *(layer.down_norms, layer.coeffs, self.keys, self.estimates, self.histogram),
@@ -280,27 +294,32 @@ class Stages:
             channels=self.channels,
             nb=self.nb,
             PARTS=self.blocks.screen_parts,
+            TILES=self.sums.shape[4],
             SCORE=self.settings.score,
             ACTIVATION=activation_kind(layer.activation),
             RANK=self.rank,
+            CHANNELS=self.blocks.score_channels,
+            **full_registers(self.dependent),
             **_HISTOGRAM,
         )
 
     def select(self) -> None:
         """rows, counts; zeros in estimates."""
+        warps = min(self.blocks.select_warps, self.chunk // 32)
         self._launch(
             select_kernel,
             (self.chunks, self.tokens),
-            self.blocks.select_warps,
+            warps,
             *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.counts, self.estimates),
-            *(self.experts, self.slots, self.k),
+            *(self.experts, self.slots, self.k, -1),
             channels=self.channels,
             CHUNK=self.chunk,
             LIST=self.rows.shape[2],
             PADDING=self.padding,
-            AT_ONCE=min(triton.next_power_of_2(self.candidates), _MOST_KEYS),
+            AT_ONCE=min(4 * triton.cdiv(self.candidates, 4 * 32 * warps), _MOST_KEYS),
             SHARED=self.shared,
             SLOTS_UP=triton.next_power_of_2(self.slots),
+            WARPS=warps,
             **_HISTOGRAM,
         )
 
@@ -313,7 +332,7 @@ class Stages:
             self.blocks.exact_warps,
             *(self.x, self.rows, self.counts, self.ids, self.estimates, layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
-            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank, 0),
+            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank),
             hidden=self.hidden,
             channels=self.channels,
             LIST=self.rows.shape[2],
@@ -326,7 +345,6 @@ class Stages:
             STEPS=self.blocks.exact_steps,
             PIECE=self.piece,
             PIECES=self.pieces,
-            AHEAD=bool(self.blocks.exact_ahead) and self.hidden >= 8,  # a row of less is no whole load
         )
 
     def finish(self) -> None:
@@ -336,14 +354,15 @@ class Stages:
             (triton.cdiv(self.hidden, self.blocks.finish_columns), self.tokens),
             self.blocks.finish_warps,
             *(self.outputs, self.recovery, self.layer.basis, self.y),
-            *(self.groups, self.stored_rank),
+            self.stored_rank,
             hidden=self.hidden,
+            groups=self.groups,
+            GROUPS=min(32 * triton.cdiv(self.groups, 32), _MOST_GROUPS),
             RANK=self.rank,
             RANK_UP=self.rank_up,
-            GROUPS=min(triton.next_power_of_2(self.groups), _MOST_GROUPS),
             PIECES=self.slots * self.pieces,
-            PIECES_UP=triton.next_power_of_2(self.slots * self.pieces),
             COLUMNS=self.blocks.finish_columns,
+            **full_registers(self.dependent),
         )
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], warps: int, *arguments: Any, **constants: Any) -> None:

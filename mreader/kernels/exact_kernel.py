@@ -26,7 +26,6 @@ def exact_kernel(
     groups,
     chunks,
     stored_rank,
-    nothing,  # 0
     hidden: tl.constexpr,
     channels: tl.constexpr,
     LIST: tl.constexpr,
@@ -39,7 +38,6 @@ def exact_kernel(
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,  # channels of a recovery program
     PIECES: tl.constexpr,  # of a slot
-    AHEAD: tl.constexpr,  # whether all rows of a step are under way before one is looked at
     DEPENDENT: tl.constexpr,
 ):
     """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the others: recovery of a piece."""
@@ -50,6 +48,7 @@ def exact_kernel(
         token_x = tl.load(x + token.to(tl.int64) * hidden + h, mask=inside, other=0.0).to(tl.float32)
         y = tl.zeros((HIDDEN_UP,), tl.float32)
         wait_for_earlier(DEPENDENT)
+        let_next_start(DEPENDENT)
         chunk, first, stop = _find_group(counts + token * chunks, program, chunks, CHANNELS * STEPS, CHUNKS_UP)
         rows += (token * chunks + chunk).to(tl.int64) * LIST
         for step in range(first, stop, CHANNELS):
@@ -57,22 +56,16 @@ def exact_kernel(
             row = row_and_weight.to(tl.int32)
             weight = (row_and_weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)
             # Nothing to do costs the same as channel 0, which lies in the cache by then.
-            expert, j = tl.maximum(row, 0) // channels, tl.maximum(row, 0) % channels
-            from_gate = gate_up + (expert * 2 * channels + j).to(tl.int64) * hidden
+            there = tl.maximum(row, 0)
+            from_gate = gate_up + (there + there // channels * channels).to(tl.int64) * hidden
             matrix = tl.arange(0, 2)[None, :, None] * (channels * hidden)
-            from_down = down + tl.maximum(row, 0).to(tl.int64) * hidden
+            from_down = down + there.to(tl.int64) * hidden
             out = tl.load(from_down[:, None] + h[None, :], mask=inside[None, :], other=0.0)
             both = tl.load(from_gate[:, None, None] + matrix + h[None, None, :], mask=inside[None, None, :], other=0.0)
-            x_then = token_x
-            if AHEAD:
-                # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
-                arrived = _some_bits(out) | _some_bits(tl.reshape(both, (2 * CHANNELS, HIDDEN_UP)))
-                x_then += (arrived & nothing).to(tl.float32)
-            gate, up = tl.split(tl.sum(both.to(tl.float32) * x_then[None, None, :], axis=2))
+            gate, up = tl.split(tl.sum(both.to(tl.float32) * token_x[None, None, :], axis=2))
             phi, _ = activate(gate, ACTIVATION)
             a = tl.where(row >= 0, weight * phi * up, 0.0)
             y += tl.sum(a[:, None] * out.to(tl.float32), axis=0)
-        let_next_start(DEPENDENT)
         tl.store(outputs + (token.to(tl.int64) * groups + program) * hidden + h, y, mask=inside)
     elif RANK > 0:
         piece = token * slots * PIECES + program - groups
@@ -88,31 +81,16 @@ def exact_kernel(
 
 
 @triton.jit
-def _some_bits(rows):
-    """(n, H) -> (H,) int32: of all rows bits of one number of 16 bytes, which a thread loads at once."""
-    NUMBERS: tl.constexpr = 128 // rows.dtype.primitive_bitwidth
-    BITS: tl.constexpr = tl.int16 if NUMBERS == 8 else tl.int32
-    loaded = tl.reshape(rows.to(BITS, bitcast=True), (rows.shape[0], rows.shape[1] // NUMBERS, NUMBERS))
-    first = tl.reduce(tl.where(tl.arange(0, NUMBERS)[None, None, :] == 0, loaded, 0), 2, _or)
-    every = tl.reduce(first, 0, _or).to(tl.int32)
-    return tl.reshape(tl.broadcast_to(every[:, None], (rows.shape[1] // NUMBERS, NUMBERS)), (rows.shape[1],))
-
-
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
 def _find_group(counts, program, chunks, ROWS: tl.constexpr, CHUNKS_UP: tl.constexpr):
     """The chunk whose list a program takes from, its first entry there and the one behind its last: ROWS or less."""
     chunk = tl.arange(0, CHUNKS_UP)
     count = tl.load(counts + chunk, mask=chunk < chunks, other=0)
     upto = tl.cumsum(tl.cdiv(count, ROWS), axis=0)
-    last = tl.max(tl.where(upto <= program, ((chunk + 1) << 16) | upto, 0), axis=0)
-    mine, first = last >> 16, (program - (last & 0xFFFF)) * ROWS
-    number = tl.sum(tl.where(chunk == mine, count, 0), axis=0)
-    return mine, first, tl.minimum(first + ROWS, number)
+    # The first chunk that goes on behind the group; behind the last one, a chunk without entries.
+    mine = tl.min(tl.where(upto > program, (chunk << 16) | count, CHUNKS_UP << 16), axis=0)
+    before = tl.max(tl.where(upto > program, 0, upto), axis=0)
+    first = (program - before) * ROWS
+    return mine >> 16, first, tl.minimum(first + ROWS, mine & 0xFFFF)
 
 
 @triton.jit
@@ -137,45 +115,57 @@ def _recover_piece(
     return tl.sum(wp[:, None] * b.to(tl.float32), axis=0)
 
 
+_ROWS = tl.constexpr(32)  # that finish adds side by side
+
+
 @triton.jit
 def finish_kernel(
     outputs,  # (N, P, H) float32
     recovery,  # (N, PIECES, RANK_UP) float32
     basis,  # (H, stored rank) float16
     y,  # (N, H) any float, written
-    groups,
     stored_rank,
     hidden: tl.constexpr,
+    groups: tl.constexpr,
+    GROUPS: tl.constexpr,  # under way at a time
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
-    GROUPS: tl.constexpr,  # at a time
     PIECES: tl.constexpr,
-    PIECES_UP: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j."""
+    """y = sum of the groups' outputs + U . sum over skipped j of w_e p_j b_j.
+
+    Rows and columns behind the last are the last: a mask would let six loads be under way, the compiler's predicates.
+    """
     token = tl.program_id(1).to(tl.int64)
-    h, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK_UP)
+    h, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, _ROWS)
     inside = h < hidden
-    if RANK > 0:
-        u = tl.load(
-            basis + h[None, :] * stored_rank + r[:, None], mask=inside[None, :] & (r < RANK)[:, None], other=0.0
-        )
-    group, piece = tl.arange(0, GROUPS), tl.arange(0, PIECES_UP)
-    of_group = outputs + (token * groups + group)[:, None] * hidden + h[None, :]
-    of_piece = recovery + (token * PIECES + piece)[:, None] * RANK_UP + r[None, :]
+    column = h if hidden % COLUMNS == 0 else tl.minimum(h, hidden - 1)
+    us = ()
+    for first in tl.static_range(0, RANK, _ROWS):
+        r = first + row
+        of_row = basis + column[None, :] * stored_rank + r[:, None]
+        us = us + (tl.load(of_row, mask=(r < RANK)[:, None], other=0.0).to(tl.float32),)
+    recovery += token * PIECES * RANK_UP
+    of_token = outputs + token * groups * hidden + column[None, :]
     wait_for_earlier(DEPENDENT)
     let_next_start(DEPENDENT)
     # All loads are under way before one is used: they come from the L2 cache, and would be waited for one by one.
-    if RANK > 0:
-        lefts = tl.load(of_piece, mask=(piece < PIECES)[:, None], other=0.0)
-    total = tl.sum(tl.load(of_group, mask=(group < groups)[:, None] & inside[None, :], other=0.0), axis=0)
-    for first in range(GROUPS, groups, GROUPS):
-        some = (first + group < groups)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(of_group + first * hidden, mask=some, other=0.0), axis=0)
-    if RANK > 0:
-        left = tl.sum(lefts, axis=0)
-        # Along the same axis as above: sums along the other one would have to be exchanged between threads.
-        total += tl.sum(u.to(tl.float32) * left[:, None], axis=0)
-    tl.store(y + token * hidden + h, total.to(y.dtype.element_ty), mask=inside)
+    lefts = ()
+    for first in tl.static_range(0, RANK, _ROWS):
+        left = tl.zeros((_ROWS,), tl.float32)
+        for piece in tl.static_range(PIECES):
+            left += tl.load(recovery + piece * RANK_UP + tl.minimum(first + row, RANK_UP - 1))
+        lefts = lefts + (left,)
+    total = tl.zeros((_ROWS, COLUMNS), tl.float32)
+    for first in range(0, groups, GROUPS):
+        some = ()
+        for at in tl.static_range(0, GROUPS, _ROWS):
+            group = first + at + row
+            some = some + (tl.load(of_token + tl.minimum(group, groups - 1)[:, None] * hidden),)
+        for at in tl.static_range(0, GROUPS, _ROWS):
+            total += tl.where((first + at + row < groups)[:, None], some[at // _ROWS], 0.0)
+    for first in tl.static_range(0, RANK, _ROWS):
+        total += us[first // _ROWS] * lefts[first // _ROWS][:, None]
+    tl.store(y + token * hidden + h, tl.sum(total, axis=0).to(y.dtype.element_ty), mask=inside)

@@ -11,7 +11,7 @@ from mreader.budget import Layout
 from mreader.formats.codes import Code
 from mreader.formats.coding import pack, unpack
 
-MOST_CANDIDATES = (1 << 16) - 1  # of a token: select packs a bin and a number of candidates into one int32
+MOST_CANDIDATES = (1 << 16) - 1  # of a token: exact packs a chunk and how many it lists into one int32
 TILE = 64  # channels: 16 bytes of gate codes and 16 of up codes are one sector of DRAM
 
 

@@ -5,10 +5,12 @@
 import triton
 import triton.language as tl
 
-from mreader.kernels.intrinsics import let_next_start, pack_halves, wait_for_earlier_after
+from mreader.kernels.intrinsics import is_less, let_next_start, nearest_integer, wait_for_earlier_after
+from mreader.kernels.screen_kernel import UNIT
 
 _SCALE = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-_LARGEST = tl.constexpr(14)  # the exponent that the largest |Rx| of a block gets: FP16 ends below 2^16
+_LARGEST = tl.constexpr(13)  # the exponent that the largest |Rx| of a block gets: x' = 256 hi + lo, both signed bytes
+_INFINITE, _NO_NUMBER = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)  # bits of float32
 
 
 @triton.jit
@@ -25,12 +27,10 @@ def _hadamard(ORDER: tl.constexpr):
 def rotate_kernel(
     x,  # (N, H) any float
     signs,  # (H,) int8
-    offsets,  # (N, nb, 128) int32, written: coordinate * stride of those picked, by rising |Rx|
-    values,  # (N, nb, 128) int32, written: x' of each, twice the same FP16; 0 behind the last
-    blocks,  # (N, 3, nb) float32, written: 2^8 / 2^e, sum of the picked x', energy of the error of a unit of noise
+    picked,  # (N, nb, 128) int32, written: coordinate, hi and lo of its x' in 2, 1 and 1 bytes, by falling |Rx|
+    blocks,  # (N, 3, nb) float32, written: UNIT / 2^e, sum of the picked x', energy of the error of a unit of noise
     histogram,  # (N, HISTOGRAM) int32, cleared for the scores
     hidden,
-    stride,
     never,  # -1
     COORDINATES: tl.constexpr,
     NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
@@ -39,7 +39,9 @@ def rotate_kernel(
     CLEARED: tl.constexpr,  # by each program
     DEPENDENT: tl.constexpr,
 ):
-    """x' = Rx 2^e, e such that the largest of the block lies in [2^14, 2^15], where it is between 2^-86 and 2^115.
+    """x' = Rx 2^e, to the nearest integer, e such that the largest of the block lies in [2^13, 2^14].
+
+    Where the largest |Rx| is below 2^-87, so is that. Where it is not finite, 1 / 2^e is no number, as what follows.
 
     Hadamard_128 = Hadamard_8 (x) Hadamard_16, coordinate i = 16 a + b: 3072 products instead of 16384.
     A coordinate's place is the number of larger ones. The last 7 of 24 digits of |Rx| give way to the coordinate, so
@@ -66,25 +68,25 @@ def rotate_kernel(
     # The bits of |Rx| are in its order, and in some order where they are NaN: 80 are picked whatever x holds.
     size = tl.abs(rx).to(tl.int32, bitcast=True)
     order = (size & ~127) | (127 - i)
-    place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
-    picked = place < COORDINATES
+    place = tl.sum(is_less(order[None, :], order[:, None]), axis=0)
+    is_picked = place < COORDINATES
 
-    exponent = (tl.max(size, axis=0) >> 23) - 127
-    shift = tl.minimum(tl.maximum(_LARGEST - exponent, -100), 100)
+    size_of_block = tl.max(size, axis=0)
+    shift = tl.minimum(tl.maximum(_LARGEST + 127 - (size_of_block >> 23), _LARGEST - 127), 100)
     up = ((shift + 127) << 23).to(tl.float32, bitcast=True)
-    down = ((127 - shift) << 23).to(tl.float32, bitcast=True)
-    listed = tl.where(picked, (rx * up).to(tl.float16).to(tl.float32), 0.0)
-    errors = rx * rx * tl.where(picked, NOISE_READ, NOISE_UNREAD)
+    down = tl.where(size_of_block < _INFINITE, (127 - shift) << 23, _NO_NUMBER).to(tl.float32, bitcast=True)
+    integer = nearest_integer(rx * up)
+    errors = rx * rx * tl.where(is_picked, NOISE_READ, NOISE_UNREAD)
     # One sum of three: each would wait at barriers of its own.
+    listed = tl.where(is_picked, integer, 0)
     largest, total, energy = tl.reduce((tl.where(place == 0, i, 0), listed, errors), 0, _add_three)
-    # The smallest first: the screen sums in FP16, where what is added to a large sum loses digits. Behind the last
-    # stands the largest again, times 0, so that the screen may read past the end: no mask, and no byte more.
-    to = row * 128 + tl.where(picked, COORDINATES - 1 - place, place)
-    tl.store(offsets + to, tl.where(picked, i, largest) * stride)
-    tl.store(values + to, pack_halves(listed, listed))
+    # Behind the last stands the largest again, times 0, so that the screen may read past the end: no mask, and no byte
+    # more. lo is signed: where it is negative, hi is one more.
+    entry = tl.where(is_picked, (i << 16) | ((integer + 128) & 0xFF00) | (integer & 0xFF), largest << 16)
+    tl.store(picked + row * 128 + place, entry)
     to = blocks + token * 3 * nb + block
-    tl.store(to, down * 256.0)
-    tl.store(to + nb, total)
+    tl.store(to, down * UNIT)
+    tl.store(to + nb, total.to(tl.float32))
     tl.store(to + 2 * nb, energy)
 
 

@@ -1,4 +1,4 @@
-"""Estimate and score the candidates of 64 channels: one program a (tile of 64 channels, slot, token)."""
+"""Estimate and score candidates: one program a (CHANNELS of a tile of 64, slot, token)."""
 
 # mypy: ignore-errors
 
@@ -7,13 +7,12 @@ import triton.language as tl
 
 from mreader.kernels.activation_kernel import activate
 from mreader.kernels.intrinsics import let_next_start, wait_for_earlier_after
-from mreader.kernels.screen_kernel import STRIP, load_sums, token_unit
 from mreader.kernels.select_kernel import count_key, score_key
 
 
 @triton.jit
 def score_kernel(
-    sums,  # (N, K, nb, PARTS, strips, 2, 32, 8) float16, from screen_kernel
+    sums,  # (N, K, nb, PARTS, T up to whole strips, 2, 64) float16, from screen_kernel
     scales,  # (E, nb, T, 2, 64) float16
     errors,  # (E, nb, T, 2, 64) bfloat16, read where SCORE is "rho"
     blocks,  # (N, 3, nb) float32, from rotate_kernel
@@ -30,80 +29,102 @@ def score_kernel(
     channels: tl.constexpr,
     nb: tl.constexpr,
     PARTS: tl.constexpr,
+    TILES: tl.constexpr,  # T up to whole strips
     SCORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of a program: 32 or 64, and 32 or more a warp
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
     COARSE: tl.constexpr,  # bins
     FINE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ghat_j = sum_b s_b(g_j) * sum over picked c of (code - ZERO) * (Rx)_c, vhat_j likewise; score and key of both."""
-    tile, slot, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slots = tl.num_programs(1)
+    """ghat_j = sum_b s_b(g_j) * sum over picked c of (code - ZERO) * (Rx)_c, vhat_j likewise; score and key of both.
+
+    The expected error of score.py is phi^2 (vhat_j^2 A + C) + phi'^2 (vhat_j^2 + sv2) B. Known before the screen ends:
+    A = w_e^2 (||d_j||^2 - ||b_j||^2), B = w_e^2 ||d_j||^2 sg2, C = w_e^2 ||d_j||^2 sv2.
+    """
+    first, slot, token = tl.program_id(0) * CHANNELS, tl.program_id(1), tl.program_id(2)
     tiles: tl.constexpr = (channels + 63) // 64
-    strips: tl.constexpr = (tiles * 8 + STRIP - 1) // STRIP
-    here = token * slots + slot
+    of_part: tl.constexpr = TILES * 128
+    here = token * tl.num_programs(1) + slot
     expert = tl.load(ids + here).to(tl.int64)
     served = (expert >= 0) & (expert < experts)
     expert = tl.where(served, expert, 0)
     weight = tl.where(served, tl.load(weights + here).to(tl.float32), 0.0)
-    j = tile * 64 + tl.arange(0, 64)
+    # Blocks behind the last repeat it, and channels likewise, so that no load needs a mask.
+    blocks_up: tl.constexpr = triton.next_power_of_2(nb)
+    i = tl.arange(0, blocks_up)
+    block = tl.minimum(i, nb - 1)
+    j = first + tl.arange(0, CHANNELS)
     inside = j < channels
-    norm = tl.load(down_norms + expert * channels + j, mask=inside, other=0.0).to(tl.float32)
-    block = tl.arange(0, triton.next_power_of_2(nb))
-    exists = (block < nb)[:, None]
-    # Said to be contiguous in pairs only, so that a lane gets 2 channels of every block and all sums stay within it.
-    of_tile = (((expert * nb + block) * tiles + tile) * 128)[:, None] + tl.arange(0, 64)[None, :]
-    of_tile = tl.max_contiguous(tl.multiple_of(of_tile, [1, 2]), [1, 2])
-    gate_scale = tl.load(scales + of_tile, mask=exists, other=0.0).to(tl.float32)
-    up_scale = tl.load(scales + of_tile + 64, mask=exists, other=0.0).to(tl.float32)
-    gate_noise, up_noise = gate_scale * gate_scale, up_scale * up_scale
-    if SCORE == "rho":
-        gate_noise = tl.load(errors + of_tile, mask=exists, other=0.0).to(tl.float32)
-        up_noise = tl.load(errors + of_tile + 64, mask=exists, other=0.0).to(tl.float32)
-    recovered = tl.zeros((64,), tl.float32)
-    if SCORE != "norm" and RANK > 0:
-        r = tl.arange(0, triton.next_power_of_2(RANK))
-        b = tl.load(
-            coeffs + (expert * channels + j)[:, None] * stored_rank + r[None, :],
-            mask=inside[:, None] & (r < RANK)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        recovered = tl.sum(b * b, axis=1)
-    down = norm * norm
-    unrecovered = down - recovered
-    known = tl.max(unrecovered.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-    wait_for_earlier_after(known, never, DEPENDENT)
-    let_next_start(DEPENDENT)
-    of_block = here.to(tl.int64) * nb + block
-    gate_sums = load_sums(sums, of_block, tile, strips, 0, PARTS, exists)
-    up_sums = load_sums(sums, of_block, tile, strips, 1, PARTS, exists)
-    blocks += token * 3 * nb
-    unit = token_unit(blocks, nb)
-    sums_of_block = tl.join(gate_scale * gate_sums, up_scale * up_sums)
-    if SCORE == "norm":
-        gate, up = tl.split(tl.sum(sums_of_block, axis=0))
-    else:
-        energy = tl.load(blocks + 2 * nb + block, mask=block < nb, other=0.0)[:, None]
-        errors_of_block = tl.join(gate_noise * energy, up_noise * energy)
-        # One sum of all four over the blocks: each would wait at barriers of its own.
-        every = tl.sum(tl.join(sums_of_block, errors_of_block), axis=0)
-        of_gate, of_up = tl.split(tl.permute(every, (0, 2, 1)))
-        gate, gate_error = tl.split(of_gate)
-        up, up_error = tl.split(of_up)
-    gate, up = gate * unit, up * unit
-    phi, slope = activate(gate, ACTIVATION)
-    p = phi * up
-    if SCORE == "norm":
-        score = tl.abs(weight * p) * norm
-    else:
-        variance = slope * slope * (up * up * gate_error + gate_error * up_error) + phi * phi * up_error
-        score = weight * weight * (p * p * unrecovered + variance * down)
-    key = tl.where(served, score_key(score), 0)
-    tl.store(keys + here * channels + j, key, mask=inside)
-    # Not 0 * p, which is no number where p is none.
-    tl.store(estimates + here * channels + j, tl.where(served, weight * p, 0.0), mask=inside)
+    row = tl.minimum(j, channels - 1)
+
+    # The screen lets this kernel start once it has waited for rotate. What rotate wrote is thus in the L2 cache before
+    # this kernel has waited for the screen; the L1 cache, which .cg passes by, may hold what was there earlier.
+    blocks += token * 3 * nb + block
+    unit = tl.max(tl.load(blocks, cache_modifier=".cg"), axis=0)
+
+    # (blocks, channels), lanes along the channels, one each: what is summed lies within a lane or two. The compiler
+    # does not know that 1 + never is 0, nor thus that a lane could load 16 bytes.
+    of_tile = first // 64 * 128 + first % 64 + (1 + never)
+    across = tl.arange(0, CHANNELS)[None, :]
+    of_expert = expert * (nb * tiles * 128) + of_tile
+    in_expert = (block * (tiles * 128))[:, None] + across
+    gate_scale = tl.load(scales + of_expert + in_expert).to(tl.float32)
+    up_scale = tl.load(scales + of_expert + 64 + in_expert).to(tl.float32)
+    norm = tl.load(down_norms + expert * channels + row).to(tl.float32)
+    known = _bits(norm)
+    if SCORE != "norm":
+        gate_noise, up_noise = gate_scale * gate_scale, up_scale * up_scale
+        if SCORE == "rho":
+            gate_noise = tl.load(errors + of_expert + in_expert).to(tl.float32)
+            up_noise = tl.load(errors + of_expert + 64 + in_expert).to(tl.float32)
+        energy = tl.where(i < nb, tl.load(blocks + 2 * nb, cache_modifier=".cg"), 0.0)[:, None]
+        gate_error, up_error = tl.sum(gate_noise * energy, axis=0), tl.sum(up_noise * energy, axis=0)
+        down = norm * norm
+        unrecovered = down
+        if RANK > 0:
+            # Never of the shape of the scales: for two of one shape the compiler takes one layout, that of this.
+            ranks: tl.constexpr = triton.next_power_of_2(RANK)
+            r = tl.arange(0, 2 * ranks if ranks == CHANNELS and blocks_up == CHANNELS else ranks)
+            coeffs += expert * channels * stored_rank
+            b = tl.load(coeffs + (row[:, None] * stored_rank + r[None, :]), mask=(r < RANK)[None, :], other=0.0)
+            b = b.to(tl.float32)
+            unrecovered -= tl.sum(b * b, axis=1)
+        of_square, of_slope = weight * weight * unrecovered, weight * weight * down * gate_error
+        of_phi = weight * weight * down * up_error
+        known = _bits(of_square) | _bits(of_slope) | _bits(of_phi)
+    gate_scale = tl.where((i < nb)[:, None], gate_scale, 0.0)
+    up_scale = tl.where((i < nb)[:, None], up_scale, 0.0)
+    sums += here.to(tl.int64) * (nb * PARTS * of_part) + of_tile
+    in_sums = (block * (PARTS * of_part))[:, None] + across
+    keys, estimates = keys + here * channels + j, estimates + here * channels + j
     histogram += token.to(tl.int64) * (COARSE + FINE)
+    known |= (keys.to(tl.int64) | estimates.to(tl.int64) | histogram.to(tl.int64)).to(tl.int32)
+    wait_for_earlier_after(tl.max(known & 0x7FFFFFFF, axis=0) | _bits(unit), never, DEPENDENT)
+    let_next_start(DEPENDENT)
+
+    gate_sums, up_sums = tl.load(sums + in_sums).to(tl.float32), tl.load(sums + 64 + in_sums).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        gate_sums += tl.load(sums + part * of_part + in_sums).to(tl.float32)
+        up_sums += tl.load(sums + (part * of_part + 64) + in_sums).to(tl.float32)
+    # One sum of both: each would wait at barriers of its own where several warps have a part in it.
+    gate, up = tl.split(tl.sum(tl.join(gate_scale * gate_sums, up_scale * up_sums), axis=0) * unit)
+    phi, slope = activate(gate, ACTIVATION)
+    p = weight * (phi * up)
+    if SCORE == "norm":
+        score = tl.abs(p) * norm
+    else:
+        score = phi * phi * (up * up * of_square + of_phi) + slope * slope * ((up * up + up_error) * of_slope)
+    key = tl.where(served, score_key(score), 0)
+    tl.store(keys, key, mask=inside)
+    # Not 0 * p, which is no number where p is none.
+    tl.store(estimates, tl.where(served, p, 0.0), mask=inside)
     count_key(histogram, key, inside, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)

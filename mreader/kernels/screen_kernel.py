@@ -1,24 +1,32 @@
-"""Sum the codes of the picked coordinates: a warp a (strip of 32 words, part of a block, slot, token)."""
+"""Sum the codes of the picked coordinates: a warp a (strip of words, part of a block, slot, token)."""
 
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
-from mreader.kernels.intrinsics import add_codes, high_half, let_next_start, low_half, wait_for_earlier_after
+from mreader.kernels.intrinsics import (
+    add_codes,
+    as_float,
+    byte_of_lane,
+    let_next_start,
+    load_together,
+    selector_of_lane,
+    vector,
+    wait_for_earlier_after,
+)
 
-STRIP = tl.constexpr(32)  # words of 16 codes: 4 tiles of 64 channels, gate and up, in 128 bytes
-_SUMMED = tl.constexpr(20)  # coordinates that are summed in FP16 before float32 takes over
+# Of the sums of code * x', as FP16: they reach 1.5 * 128 * 2^14, and FP16 ends below 2^16.
+UNIT = tl.constexpr(128.0)
 
 
 @triton.jit
 def screen_kernel(
     codes,  # (E, nb * 128, T, 2, 4) int32: words of 16 codes, gate before up
-    offsets,  # (N, nb, 128) int32, from rotate_kernel
-    values,  # (N, nb, 128) int32, from rotate_kernel
+    picked,  # (N, nb, 128) int32, from rotate_kernel
     blocks,  # (N, 3, nb) float32, from rotate_kernel
     ids,  # (N, K) int
-    sums,  # (N, K, nb, PARTS, strips, 2, 32, 8) float16, written: codes 8 h to 8 h + 7 of a word at (h, word)
+    sums,  # (N, K, nb, PARTS, T up to whole strips, 2, 64) float16, written: of a tile's gate, then up
     experts,
     slots,
     tiles,
@@ -28,66 +36,108 @@ def screen_kernel(
     ZERO: tl.constexpr,  # the code of weight 0: value = (code - ZERO) * scale
     SHARE: tl.constexpr,  # coordinates of a part
     PARTS: tl.constexpr,
-    LOADED: tl.constexpr,  # coordinates whose words a thread has under way at a time
-    BLOCKS: tl.constexpr,  # of a program, one a warp
+    WORDS: tl.constexpr,  # of a lane and coordinate: 8 WORDS are a strip
+    STRIPS: tl.constexpr,  # that hold all words of a coordinate
+    LOADED: tl.constexpr,  # coordinates whose words a warp has under way at a time
+    WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """sum over the picked c of a part of block b of (code_cj - ZERO) * (Rx)_c, in the token's unit, for a strip's j.
 
-    A lane keeps one word of each coordinate: nothing is exchanged between lanes, nothing waits for another warp.
+    Lane 4 g + t loads WORDS words of a quarter t of the coordinates, and gets 4 channels of each word: an integer
+    product of matrices sums over the lanes of a g, exactly. Nothing waits for another warp.
     """
-    strip, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    here = tl.program_id(2)
-    strips, token = tl.num_programs(0) // PARTS, here // slots
+    here = tl.program_id(1)
+    token = here // slots
     expert = tl.load(ids + here).to(tl.int64)
     # A slot without expert takes the same way with expert 0, so that no branch holds up the loads.
     expert = tl.where((expert >= 0) & (expert < experts), expert, 0)
-    lane = tl.arange(0, BLOCKS * STRIP) % STRIP
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS * STRIP) // STRIP
-    # Warps behind the last block repeat it, and lanes behind the last word the first.
-    word, block = strip * STRIP + lane, tl.minimum(block, nb - 1)
+    lane = tl.arange(0, WARPS * 32) % 32
+    # Warps side by side read what lies side by side. Behind the last one they repeat it, and lanes behind the last word
+    # take the first.
+    warp = tl.minimum(tl.program_id(0) * WARPS + tl.arange(0, WARPS * 32) // 32, nb * PARTS * STRIPS - 1)
+    strip, part, block = warp % STRIPS, warp // STRIPS % PARTS, warp // (STRIPS * PARTS)
+    of_strip = lane // 4 * WORDS
+    word = strip * (8 * WORDS) + of_strip
     of_rows = (expert * nb + block) * (128 * 8) * tiles + tl.where(word < tiles * 8, word, 0)
-    rows = codes + of_rows
-    first = (token * nb + block) * 128 + part * SHARE
-    of_list = first[:, None] + tl.arange(0, 4)[None, :]
-    list_offsets = tl.max_contiguous(offsets + of_list, [1, 4])
-    list_values = tl.max_contiguous(values + of_list, [1, 4])
-    low_sums = tl.zeros((BLOCKS * STRIP, 8), tl.float32)
-    high_sums = tl.zeros((BLOCKS * STRIP, 8), tl.float32)
+    first = (token * nb + block) * 128 + part * SHARE + lane % 4 * (SHARE // 4)
     wait_for_earlier_after((of_rows.to(tl.int32) | first) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
-    unit = tl.load(blocks + token * 3 * nb + block) / token_unit(blocks + token * 3 * nb, nb)
-    offset = tl.load(blocks + (token * 3 + 1) * nb + block) * tl.where(part == 0, -0.00390625 * ZERO, 0.0)
-    # The whole lists come into the L1 cache at once. Their parts are loaded where they are used, to save registers.
-    listed = tl.zeros((BLOCKS * STRIP,), tl.int32)
-    for start in tl.static_range(0, SHARE, STRIP):
-        listed |= tl.load(values + first + start + lane, mask=start + lane < SHARE, other=0)
-        if LOADED < SHARE:
-            listed |= tl.load(offsets + first + start + lane, mask=start + lane < SHARE, other=0)
-    for start in tl.static_range(0, SHARE, LOADED):
-        words, xs, arrived = _load_words(list_offsets, list_values, rows, start, min(start + LOADED, SHARE))
-        if start == 0:
-            arrived |= listed
+    of_token = blocks + token * 3 * nb
+    unit = tl.load(of_token + block) / (UNIT * token_unit(of_token, nb))
+    offset = tl.load(of_token + nb + block) * tl.where(part == 0, -ZERO, 0.0)
+    a = sum_codes(picked + first, codes + of_rows, tiles * 8, selector_of_lane(lane), nothing, SHARE, WORDS, LOADED)
+    of_warp = ((here.to(tl.int64) * nb + block) * PARTS + part) * STRIPS + strip
+    to = sums + (of_warp * (8 * WORDS) + of_strip) * 16 + lane % 4 * 4
+    for w in tl.static_range(WORDS):
+        tl.store(vector(to + w * 16, 4, 2), (sum_of_word(a, w, unit) + (offset * unit)[:, None]).to(tl.float16))
+
+
+@triton.jit
+def sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WORDS: tl.constexpr, LOADED: tl.constexpr):
+    """8 WORDS tensors (lanes,) int32: the sums of `add_codes` over SHARE coordinates, word after word.
+
+    picked: (lanes,) pointers to a lane's quarter of the list: lanes 4 g + t have the same of each t
+    rows:   (lanes,) pointers to a lane's words of coordinate 0
+    """
+    listed, arrived = _load_list(picked, SHARE)
+    a = ()
+    for start in tl.static_range(0, SHARE // 4, LOADED // 4):
+        under_way = listed[start : min(start + LOADED // 4, SHARE // 4)]
+        words, arrived = _load_words(under_way, rows, stride, arrived, WORDS)
         # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
         zero = arrived & nothing
-        for at in tl.static_range(0, min(LOADED, SHARE - start), _SUMMED):
-            a = (zero, zero, zero, zero, zero, zero, zero, zero)
-            for i in tl.static_range(at, min(at + _SUMMED, LOADED, SHARE - start)):
-                a = add_codes(words[i], xs[i], a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
-            low_sums += _in_order(
-                low_half(a[0]) * 65536.0, low_half(a[1]) * 16384.0, low_half(a[2]) * 4096.0, low_half(a[3]) * 1024.0,
-                low_half(a[4]) * 256.0, low_half(a[5]) * 65536.0, low_half(a[6]) * 16384.0, low_half(a[7]) * 4096.0,
-            )  # fmt: skip
-            high_sums += _in_order(
-                high_half(a[0]) * 65536.0, high_half(a[1]) * 16384.0, high_half(a[2]) * 4096.0,
-                high_half(a[3]) * 1024.0, high_half(a[4]) * 256.0, high_half(a[5]) * 65536.0,
-                high_half(a[6]) * 16384.0, high_half(a[7]) * 4096.0,
-            )  # fmt: skip
-    of_strip = (((here.to(tl.int64) * nb + block) * PARTS + part) * strips + strip) * (2 * 8 * STRIP)
-    to = sums + (of_strip + lane * 8)[:, None] + tl.arange(0, 8)[None, :]
-    to = tl.max_contiguous(tl.multiple_of(to, [1, 16]), [1, 8])
-    tl.store(to, ((low_sums + offset[:, None]) * unit[:, None]).to(tl.float16))
-    tl.store(to + 8 * STRIP, ((high_sums + offset[:, None]) * unit[:, None]).to(tl.float16))
+        a = _times(zero, 8 * WORDS) if start == 0 else (a[0] | zero,) + a[1:]
+        a = _add_words(a, under_way, words, selector, WORDS)
+    return a
+
+
+@triton.jit
+def _load_list(picked, SHARE: tl.constexpr):
+    """SHARE / 4 tensors (lanes,) int32: a lane's quarter of the list; and their OR."""
+    listed, arrived = (), 0
+    for at in tl.static_range(0, SHARE // 4, 2):
+        listed = listed + load_together(picked + at, 2)
+        arrived |= listed[at] | listed[at + 1]
+    return listed, arrived
+
+
+@triton.jit
+def _load_words(listed, rows, stride, arrived, WORDS: tl.constexpr):
+    """WORDS tensors (lanes,) int32 of each of the listed coordinates; and the OR of all and of `arrived`."""
+    words = ()
+    for at in tl.static_range(len(listed)):
+        words = words + load_together(rows + (listed[at] >> 16) * stride, WORDS)
+    for at in tl.static_range(len(words)):
+        arrived |= words[at]
+    return words, arrived
+
+
+@triton.jit
+def _add_words(a, listed, words, selector, WORDS: tl.constexpr):
+    """The sums `a` and the listed coordinates' words, times x'."""
+    for at in tl.static_range(0, len(listed), 2):
+        x, other_x = byte_of_lane(listed[at], selector), byte_of_lane(listed[at + 1], selector)
+        added = ()
+        for w in tl.static_range(WORDS):
+            word, other_word = words[at * WORDS + w], words[(at + 1) * WORDS + w]
+            added = added + add_codes(word, other_word, x, other_x, a[8 * w : 8 * w + 8])
+        a = added
+    return a
+
+
+@triton.jit
+def sum_of_word(a, WORD: tl.constexpr, unit):
+    """(lanes, 4) float32: the sums of codes * x' of channels 4 t + 0 to 3 of a lane's word, times its unit."""
+    c0, c1 = _sum_of(a, WORD, 0, unit), _sum_of(a, WORD, 1, unit)
+    c2, c3 = _sum_of(a, WORD, 2, unit), _sum_of(a, WORD, 3, unit)
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (c0.shape[0], 4))
+
+
+@triton.jit
+def _sum_of(a, WORD: tl.constexpr, I: tl.constexpr, unit):
+    at: tl.constexpr = 8 * WORD + 2 * I
+    return as_float(a[at]) * (unit * (256.0 / 4**I)) + as_float(a[at + 1]) * (unit * (1.0 / 4**I))
 
 
 @triton.jit
@@ -98,53 +148,8 @@ def token_unit(blocks, nb: tl.constexpr):
 
 
 @triton.jit
-def load_sums(sums, of_block, tile, strips: tl.constexpr, MATRIX: tl.constexpr, PARTS: tl.constexpr, mask):
-    """The sums of a tile's 64 channels, parts added up, (blocks, 64) float32; gate is matrix 0, up is 1.
-
-    of_block: (blocks,) int64 - (token * K + slot) * nb + block
-    """
-    j = tl.arange(0, 64)
-    in_strip = (tile % 4 * 8 + MATRIX * 4 + j // 16) * 8 + j // 8 % 2 * (8 * STRIP) + j % 8
-    at = (of_block * PARTS * strips + tile // 4)[:, None] * (2 * 8 * STRIP) + in_strip[None, :]
-    # In eights, but said to be so in pairs: see score_kernel.
-    at = tl.max_contiguous(tl.multiple_of(at, [1, 2]), [1, 2])
-    total = tl.load(sums + at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(sums + at + part * strips * (2 * 8 * STRIP), mask=mask, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def _load_words(list_offsets, list_values, rows, START: tl.constexpr, STOP: tl.constexpr):
-    """The words of coordinates START to STOP - 1 of the list, their x', and the OR of all words."""
-    words, xs = _load_four(list_offsets + START, list_values + START, rows)
-    arrived = (words[0] | words[1]) | (words[2] | words[3])
-    for at in tl.static_range(START + 4, STOP, 4):
-        four, four_xs = _load_four(list_offsets + at, list_values + at, rows)
-        words, xs = words + four, xs + four_xs
-        arrived |= (four[0] | four[1]) | (four[2] | four[3])
-    return words, xs, arrived
-
-
-@triton.jit
-def _load_four(list_offsets, list_values, rows):
-    o0, o1, o2, o3 = _split_four(tl.load(list_offsets))
-    x0, x1, x2, x3 = _split_four(tl.load(list_values))
-    return (tl.load(rows + o0), tl.load(rows + o1), tl.load(rows + o2), tl.load(rows + o3)), (x0, x1, x2, x3)
-
-
-@triton.jit
-def _split_four(four):
-    """(lanes, 4) -> 4 tensors (lanes,)."""
-    even, odd = tl.split(tl.reshape(four, (four.shape[0], 2, 2)))
-    s0, s2 = tl.split(even)
-    s1, s3 = tl.split(odd)
-    return s0, s1, s2, s3
-
-
-@triton.jit
-def _in_order(c0, c1, c2, c3, c4, c5, c6, c7):
-    """(lanes, 8) from 8 tensors (lanes,)."""
-    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
-    joined = tl.join(even, tl.join(tl.join(c1, c5), tl.join(c3, c7)))
-    return tl.reshape(joined, (joined.shape[0], 8))
+def _times(number, TIMES: tl.constexpr):
+    every = (number,)
+    for _ in tl.static_range(1, TIMES):
+        every = every + (number,)
+    return every

@@ -1,17 +1,28 @@
-"""The exact top k of a token: one program a (chunk of its candidates, token), and no word between them."""
+"""The exact top k of a token: one program a (chunk of its candidates, token), and no word between them.
 
-# Candidate c = slot * I + j.
+Nor, where no ranks are counted, between the warps of a program: each looks for the border by itself. Tensors are
+(lanes,), a number for each of the lanes of all warps, and tuples of these: there is but one layout that they can have.
+What is found for a warp is the same in its lanes.
+"""
+
+# Candidate c = slot * I + j; of a chunk, (warp * words + word) * 32 + lane.
 
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
-from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
+from mreader.kernels.intrinsics import (
+    ballot,
+    count_bits,
+    count_equals,
+    is_less,
+    let_next_start,
+    load_together,
+    wait_for_earlier_after,
+)
 
-_ABOVE_BITS = tl.constexpr(17)  # of a packed (bin, number of candidates above it): up to 2^16 candidates
-_ABOVE_MASK = tl.constexpr((1 << 17) - 1)
-_NOWHERE = tl.constexpr(0x7FFFFFFF)  # behind any candidate, and any number of them
+_NO_KEY = tl.constexpr(0x7FFFFFFF)  # larger than any
 
 
 @triton.jit
@@ -26,10 +37,15 @@ def count_key(
 ):
     """Count a candidate in its coarse bin, and in the fine bin that it shares with keys of other upper bits.
 
-    Not in a fine one where its score is 0: these are many, and would share their bin with some of all others.
+    Not in a fine one where its score is 0: these are many, and would share their bin with some of all others. Coarse
+    bins are few, and additions to one place wait for each other: a warp adds up first what it counts in one bin. No two
+    of its lanes may hold the same candidate.
     """
-    tl.atomic_add(histogram + (key >> COARSE_SHIFT), 1, mask=mask, sem="relaxed")
-    tl.atomic_add(histogram + COARSE + (key >> FINE_SHIFT) % FINE, 1, mask=mask & (key > 1), sem="relaxed")
+    bin = key >> COARSE_SHIFT
+    number = count_equals(tl.where(mask, bin, -1))
+    tl.atomic_add(histogram + bin, number, mask=mask & (number > 0), sem="relaxed")
+    fine = COARSE + (key >> FINE_SHIFT & (FINE - 1))
+    tl.atomic_add(histogram + fine, 1, mask=mask & (key > 1), sem="relaxed")
 
 
 @triton.jit
@@ -44,135 +60,344 @@ def select_kernel(
     experts,
     slots,
     k,
+    never,  # -1
     channels: tl.constexpr,
     CHUNK: tl.constexpr,
     LIST: tl.constexpr,
     PADDING: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # keys that a lane looks at side by side, a multiple of 4
     SHARED: tl.constexpr,  # whether a token has round(k n / K) channels, of n experts here
     SLOTS_UP: tl.constexpr,
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
     COARSE: tl.constexpr,
     FINE: tl.constexpr,
+    WARPS: tl.constexpr,  # of the program; CHUNK // 32 or less
     DEPENDENT: tl.constexpr,
 ):
     """The candidates of a chunk that belong to the token's k largest, in order."""
+    WORDS: tl.constexpr = CHUNK // WARPS // 32
+    # Keys that a lane loads at once: 16 bytes, where every token's begin at a multiple of them.
+    EACH: tl.constexpr = min(CHUNK // 32, 4 if channels % 4 == 0 else 1)
     chunk, chunks, token = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     candidates = slots * channels
-    candidate = chunk * CHUNK + tl.arange(0, CHUNK)
-    exists = candidate < candidates
-    slot = token * slots + tl.minimum(candidate // channels, slots - 1)
-    expert = tl.load(ids + slot).to(tl.int64)
-    served = exists & (expert >= 0) & (expert < experts)
-    row = (tl.where(served, expert, 0).to(tl.int32) * channels + candidate % channels).to(tl.int64)
-    weight = tl.load(weights + slot).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    start = chunk * CHUNK
+    thread = tl.arange(0, 32 * WARPS)
+    lane, warp = thread % 32, thread // 32
+    own = start + warp * (32 * WORDS) + lane
+    entry, known = (), 0
+    for word in tl.static_range(WORDS):
+        row, weight = _entry(own + word * 32, ids + token * slots, weights + token * slots, experts, slots, channels)
+        entry = entry + ((row.to(tl.int64) & 0xFFFFFFFF) | (weight.to(tl.int64) << 32),)
+        known |= row ^ weight
     if SHARED:
         of_token = tl.arange(0, SLOTS_UP)
         here = tl.load(ids + token * slots + of_token, mask=of_token < slots, other=-1)
         n = tl.sum(((here >= 0) & (here < experts)).to(tl.int32), axis=0)
         k = (2 * k * n + slots) // (2 * slots)
-    wait_for_earlier(DEPENDENT)
-    let_next_start(DEPENDENT)
     keys += token * candidates
-    key = tl.load(keys + candidate, mask=served, other=0)
-    kept = _among_largest(
-        key, chunk * CHUNK, keys, histogram + token * (COARSE + FINE), k, candidates,
-        AT_ONCE, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE,
-    )  # fmt: skip
-    upto = tl.cumsum(kept.to(tl.int32), axis=0)
+    estimates += token * candidates + own
+    histogram += token * (COARSE + FINE)
+    counts += token * chunks + chunk
     rows += (token * chunks + chunk) * LIST
-    tl.store(rows + upto - 1, row | (weight << 32), mask=kept)
-    number = tl.sum(kept.to(tl.int32), axis=0)
-    tl.store(rows + number + tl.arange(0, PADDING), tl.full((PADDING,), -1, tl.int64))
-    tl.store(counts + token * chunks + chunk, number)
-    tl.store(estimates + token * candidates + candidate, tl.zeros((CHUNK,), tl.float32), mask=kept)
+    coarse_bins = histogram + lane * (COARSE // 32)
+    fine_bins = histogram + COARSE + lane * ((1 << (COARSE_SHIFT - FINE_SHIFT)) // 32)
+    in_chunk, share = _look_at_chunk(keys, start, candidates, lane, warp, CHUNK, WARPS, EACH)
+    known |= _bits((coarse_bins,) + in_chunk)
+    wait_for_earlier_after(known & 0x7FFFFFFF, never, DEPENDENT)
+    let_next_start(DEPENDENT)
+    # Keys are asked for with the coarse bins, and these looked at when all are there: else the compiler would put the
+    # keys off until the fine bins have come. Nothing is added.
+    coarse = _load_bins(coarse_bins, COARSE)
+    of_chunk, key = (), ()
+    for part in tl.static_range(len(in_chunk)):
+        of_chunk = of_chunk + load_together(in_chunk[part], EACH)
+    for word in tl.static_range(WORDS):
+        key = key + (tl.load(keys + own + word * 32, mask=own + word * 32 < candidates, other=0),)
+    skipped = candidates - tl.maximum(k, 1) + (_or(of_chunk + key) & (never + 1))
+    low, high = _border(coarse, skipped, histogram, fine_bins, lane, COARSE_SHIFT, FINE_SHIFT, FINE)
+    lowest = tl.where(k > 0, 1, _NO_KEY)
+    low, high = tl.maximum(low, lowest), tl.maximum(high, lowest)
+    before, number = _count_in_chunk(of_chunk, share, high)
+    kept, open_key = (), ()
+    for word in tl.static_range(WORDS):
+        kept = kept + (key[word] >= high,)
+        open_key = open_key + (tl.where((key[word] >= low) & (key[word] < high), key[word], 0),)
+    _write_list(rows, counts, estimates, entry, kept, before, number, thread, PADDING)
+    # Few chunks hold some of a bin that is not kept whole. Before it is known, the others have their lists on the way.
+    largest = tl.max(_largest_below(_NO_KEY, open_key), axis=0)
+    if largest > 0:
+        border, room = _border_among(open_key, largest, keys, k, start, candidates, never, thread, AT_ONCE, EACH)
+        before, number = _count_in_chunk(of_chunk, share, border + 1)
+        before_equals, number_equals = _count_in_chunk(of_chunk, share, border)
+        kept = _keep_some(key, border, room - (before_equals - before), lane)
+        before, number = tl.minimum(before + room, before_equals), tl.minimum(number + room, number_equals)
+        _write_list(rows, counts, estimates, entry, kept, before, number, thread, PADDING)
 
 
 @triton.jit
-def _among_largest(
-    key,  # (CHUNK,) int32: keys of candidates in a row, 0 where there is none or no expert serves it
-    start,  # the first of them
-    keys,  # (candidates,) int32: those of all candidates of the token
-    histogram,  # (COARSE + FINE,) int32: of `keys`, see count_key
-    k,
-    candidates,
-    AT_ONCE: tl.constexpr,  # keys that are looked at side by side
-    COARSE_SHIFT: tl.constexpr,
-    FINE_SHIFT: tl.constexpr,
-    COARSE: tl.constexpr,  # bins
-    FINE: tl.constexpr,
-):
-    """(CHUNK,) bool: which of them belong to the k largest of all, ties to the lower candidate. A key of 0 never does.
+def _entry(candidate, ids, weights, experts, slots, channels: tl.constexpr):
+    """Row e * I + j, and the weight's bits."""
+    slot = tl.minimum(candidate // channels, slots - 1)
+    expert = tl.load(ids + slot).to(tl.int64)
+    served = (expert >= 0) & (expert < experts)
+    row = tl.where(served, expert, 0).to(tl.int32) * channels + candidate % channels
+    return row, tl.load(weights + slot).to(tl.float32).to(tl.int32, bitcast=True)
 
-    The histogram tells the bin that the k-th largest lies in. What lies above is kept. A bin has few
-    members, and their ranks are counted, where not all of the bin is kept: those of equals at once.
+
+@triton.jit
+def _look_at_chunk(keys, start, candidates, lane, warp, CHUNK: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr):
+    """Two tuples of (lanes,): pointers to EACH keys of the chunk, of which every warp looks at all; what one counts.
+
+    Two counts share an int32: in its upper half those that an earlier warp lists. A key behind the last counts nothing.
     """
-    bin_of_key, border, whole = _border(key, histogram, k, COARSE_SHIFT, FINE_SHIFT, COARSE, FINE)
-    member = (bin_of_key == border) & (key > 0)
-    kept = ((bin_of_key > border) | (member & whole)).to(tl.int32)
-    open_key = tl.where(member & (whole == 0), key, -1)
-    largest = tl.max(open_key, axis=0)
-    while largest > 0:
-        equal = (open_key == largest).to(tl.int32)
-        upto = _count_ahead(keys, largest, start, candidates, AT_ONCE) + tl.cumsum(equal, axis=0)
-        kept = tl.where((equal != 0) & (upto <= k), 1, kept)
-        # Where not all of these are kept, no smaller one is.
-        open_key = tl.where((equal != 0) | (tl.max(upto, axis=0) >= k), -1, open_key)
-        largest = tl.max(open_key, axis=0)
-    return kept != 0
+    pointers, share = (), ()
+    for part in tl.static_range(CHUNK // (32 * EACH)):
+        place = (part * 32 + lane) * EACH
+        pointers = pointers + (keys + tl.minimum(start + place, candidates - EACH),)
+        one = tl.where(place < warp * (CHUNK // WARPS), 0x10001, 1)
+        share = share + (tl.where(start + place < candidates, one, 0),)
+    return pointers, share
+
+
+@triton.jit
+def _count_in_chunk(of_chunk, share, least):
+    """(lanes,) int32 each: keys of the chunk from `least` on, those that earlier warps list, and all."""
+    EACH: tl.constexpr = len(of_chunk) // len(share)
+    count = 0
+    for part in tl.static_range(len(share)):
+        of_part = 0
+        for i in tl.static_range(EACH):
+            of_part += is_less(least - 1, of_chunk[part * EACH + i])
+        count += of_part * share[part]
+    count = _sum_of_warp(count)
+    return count >> 16, count & 0xFFFF
+
+
+@triton.jit
+def _write_list(rows, count, estimates, entry, kept, before, number, thread, PADDING: tl.constexpr):
+    """The kept ones' entries, -1 behind them, and their number; zeros for their estimates.
+
+    rows, count: those of the chunk
+    estimates:   (lanes,) pointers, to a lane's first candidate
+    entry, kept: as many tensors (lanes,) as a warp has words, int64 and bool
+    before:      (lanes,) int32 - kept ones of earlier warps
+    number:      (lanes,) int32 - of all warps
+    """
+    place = _places(kept, before, thread % 32)
+    for word in tl.static_range(len(kept)):
+        tl.store(rows + place[word], entry[word], mask=kept[word])
+        tl.store(estimates + word * 32, tl.zeros_like(number).to(tl.float32), mask=kept[word])
+    for first in tl.static_range(0, PADDING, thread.shape[0]):
+        tl.store(rows + number + first + thread, tl.full(thread.shape, -1, tl.int64), mask=first + thread < PADDING)
+    tl.store(count + thread, number, mask=thread == 0)
+
+
+@triton.jit
+def _places(kept, before, lane):
+    """Of every tensor (lanes,) bool one (lanes,) int32: how many come before a lane, `before` those of its warp."""
+    place = ()
+    for word in tl.static_range(len(kept)):
+        bits = ballot(kept[word])
+        place = place + (before + count_bits(bits & ((1 << lane) - 1)),)
+        before += count_bits(bits)
+    return place
 
 
 @triton.jit
 def _border(
-    key,
+    coarse,
+    skipped,
     histogram,
-    k,
+    fine_bins,
+    lane,
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
-    COARSE: tl.constexpr,
     FINE: tl.constexpr,
 ):
-    """The bin of each key, that of the k-th largest, and whether all of that one belong to the k largest.
+    """(lanes,) int32 each: keys from the second on are kept, from the first on some, if any.
 
-    Keys whose upper bits alone differ share a fine bin: where the coarse bin of the k-th is touched by that, it serves,
-    and where it holds scores of 0, which have no fine bin.
+    The bin of the k-th largest, where not all of it is kept, lies between them. Keys whose upper bits alone differ
+    share a fine bin: where the coarse bin of the k-th is touched by that, it serves, and where it holds scores of 0,
+    which have no fine bin.
+
+    coarse:    counts, as _load_bins has them
+    skipped:   (lanes,) int32 - how many candidates are not kept
+    histogram: (COARSE + FINE,) int32 - of the token's keys, see count_key
+    fine_bins: (lanes,) pointers - to a lane's bins of the first window of fine ones
     """
-    fine_bins: tl.constexpr = 1 << (COARSE_SHIFT - FINE_SHIFT)
-    counts = tl.load(histogram + (COARSE - 1) - tl.arange(0, COARSE))
-    coarse, above, upto, _ = _bin_of(counts, k, COARSE)
-    counts = tl.load(histogram + COARSE + coarse * fine_bins % FINE + (fine_bins - 1) - tl.arange(0, fine_bins))
-    fine, _, upto_fine, total = _bin_of(counts, k - above, fine_bins)
-    if (total != upto - above) | (coarse == 0):
-        return key >> COARSE_SHIFT, coarse, upto == k
-    return key >> FINE_SHIFT, coarse * fine_bins + fine, upto_fine == k - above
+    WINDOW: tl.constexpr = 1 << (COARSE_SHIFT - FINE_SHIFT)
+    bin, rest = _look_up(coarse, skipped, lane)
+    of_bin = tl.load(histogram + bin)
+    fine = _load_bins(fine_bins + (bin * WINDOW & (FINE - 1)), WINDOW)
+    fine_bin, rest_of_fine = _look_up(fine, rest, lane)
+    shared = (_sum_of_warp(_sum(fine)) != of_bin) | (bin == 0)
+    low = (bin << COARSE_SHIFT) + tl.where(shared, 0, fine_bin << FINE_SHIFT)
+    width = tl.where(shared, 1 << COARSE_SHIFT, 1 << FINE_SHIFT)
+    high = low + tl.where(tl.where(shared, rest, rest_of_fine) > 0, width, 0)
+    return low, high
 
 
 @triton.jit
-def _bin_of(counts, k, BINS: tl.constexpr):
-    """The bin of the k-th largest; how many lie in larger ones, in those and it, in all. `counts` by falling bin."""
-    i = tl.arange(0, BINS)
-    so_far = tl.cumsum(counts, axis=0)
-    before = so_far < k
-    last, upto, total = tl.reduce(
-        (tl.where(before, ((i + 1) << _ABOVE_BITS) | so_far, 0), tl.where(before, _NOWHERE, so_far), so_far),
-        axis=0,
-        combine_fn=_max_min_max,
-    )
-    return BINS - 1 - (last >> _ABOVE_BITS), last & _ABOVE_MASK, upto, total
+def _load_bins(bins, BINS: tl.constexpr):
+    """BINS / 32 tensors (lanes,) int32: counts of consecutive bins, from a lane's pointer on; a warp has all."""
+    count = ()
+    for first in tl.static_range(0, BINS // 32, 4):
+        count = count + load_together(bins + first, 4)
+    return count
 
 
 @triton.jit
-def _max_min_max(a, b, c, other_a, other_b, other_c):
-    return tl.maximum(a, other_a), tl.minimum(b, other_b), tl.maximum(c, other_c)
+def _look_up(count, skipped, lane):
+    """(lanes,) int32 each: the bin of what comes behind the `skipped` smallest, and how many of these it holds.
+
+    count: as _load_bins has them, a power of 2
+    """
+    BINS: tl.constexpr = len(count)
+    of_lane = _sum(count)
+    # Of the skipped ones, those that no bin of an earlier lane holds; then, of those halves that are passed by.
+    left = skipped - _count_earlier_lanes(of_lane)
+    here = left.to(tl.uint32, bitcast=True) < of_lane.to(tl.uint32, bitcast=True)
+    bin = lane * BINS
+    for halved in tl.static_range(1, BINS.bit_length()):
+        lower, upper = count[: BINS >> halved], count[BINS >> halved :]
+        of_lower = _sum(lower)
+        passed = left >= of_lower
+        count = _choose(passed, upper, lower)
+        left -= tl.where(passed, of_lower, 0)
+        bin += tl.where(passed, BINS >> halved, 0)
+    # Both numbers in one sum: candidates are fewer than 2^16.
+    found = _sum_of_warp(tl.where(here, bin << 16 | left, 0))
+    return found >> 16, found & 0xFFFF
 
 
 @triton.jit
-def _count_ahead(keys, key, start, candidates, AT_ONCE: tl.constexpr):
-    """How many candidates come before those of this key from `start` on: larger, or equal and lower."""
-    ahead = 0
-    for first in range(0, candidates, AT_ONCE):
-        other = first + tl.arange(0, AT_ONCE)
-        found = tl.load(keys + other, mask=other < candidates, other=-1)
-        ahead += tl.sum(((found > key) | ((found == key) & (other < start))).to(tl.int32), axis=0)
+def _choose(condition, those, others):
+    chosen = ()
+    for i in tl.static_range(len(those)):
+        chosen = chosen + (tl.where(condition, those[i], others[i]),)
+    return chosen
+
+
+@triton.jit
+def _sum(tensors):
+    total = tensors[0]
+    for i in tl.static_range(1, len(tensors)):
+        total += tensors[i]
+    return total
+
+
+@triton.jit
+def _or(tensors):
+    bits = tensors[0]
+    for i in tl.static_range(1, len(tensors)):
+        bits |= tensors[i]
+    return bits
+
+
+@triton.jit
+def _bits(pointers):
+    """(lanes,) int32: some that are known only when all of a lane's pointers are."""
+    bits = 0
+    for i in tl.static_range(len(pointers)):
+        bits |= pointers[i].to(tl.int64).to(tl.int32)
+    return bits
+
+
+@triton.jit
+def _sum_of_warp(x):
+    """(lanes,) int32 -> the same: the sum over a lane's warp."""
+    of_warp = tl.broadcast_to(tl.sum(_by_warp(x), axis=1)[:, None], (x.shape[0] // 32, 32))
+    return tl.reshape(of_warp, x.shape)
+
+
+@triton.jit
+def _by_warp(x):
+    """(lanes,) -> (warps, 32)."""
+    return tl.reshape(x, (x.shape[0] // 32, 32))
+
+
+@triton.jit
+def _count_earlier_lanes(x):
+    """(lanes,) int32 -> the same: the sum over the earlier lanes of a lane's warp."""
+    return tl.reshape(tl.cumsum(_by_warp(x), axis=1), x.shape) - x
+
+
+@triton.jit
+def _largest_below(bound, key):
+    """(lanes,) int32: the largest of a lane's keys that are less than the bound, 0 if there is none."""
+    largest = 0
+    for word in tl.static_range(len(key)):
+        largest = tl.maximum(largest, tl.where(key[word] < bound, key[word], 0))
+    return largest
+
+
+@triton.jit
+def _border_among(
+    open_key,  # a lane's keys of the bin that is not kept whole, 0 elsewhere
+    largest,  # of these
+    keys,  # (candidates,) int32: those of all candidates of the token
+    k,
+    start,  # of the chunk
+    candidates,
+    never,  # -1
+    thread,
+    AT_ONCE: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """int32 each: keys above the first are kept, and of those equal to it as many as the second says.
+
+    A bin has few members, and their ranks are counted, those of equals at once.
+    """
+    border, room = -1, 0  # that begin differently: see README.md
+    while largest > 0:
+        border = largest
+        equals = 0
+        for word in tl.static_range(len(open_key)):
+            equals += (open_key[word] == border).to(tl.int32)
+        ahead = _count_ahead(keys, border, start, candidates, never, thread, AT_ONCE, EACH)
+        # Both in one sum: candidates are fewer than 2^16.
+        count = tl.sum(_by_warp(ahead << 16 | equals), axis=1)
+        smaller = tl.max(_by_warp(_largest_below(border, open_key)), axis=1)
+        count, smaller = tl.reduce((count, smaller), 0, _add_and_max)
+        equals, room = count & 0xFFFF, tl.maximum(k - (count >> 16 & 0xFFFF), 0)
+        # Where not all of these are kept, no smaller one is.
+        largest = tl.where(equals < room, smaller, 0)
+    return border, room
+
+
+@triton.jit
+def _add_and_max(a, b, other_a, other_b):
+    return a + other_a, tl.maximum(b, other_b)
+
+
+@triton.jit
+def _count_ahead(keys, key, start, candidates, never, thread, AT_ONCE: tl.constexpr, EACH: tl.constexpr):
+    """(lanes,) int32: candidates of a lane before those of this key from `start` on: larger, or equal and lower."""
+    lanes: tl.constexpr = thread.shape[0]
+    ahead = thread * 0
+    for first in range(0, candidates, AT_ONCE * lanes):
+        at = first + thread * EACH
+        found = ()
+        for part in tl.static_range(0, AT_ONCE * lanes, EACH * lanes):
+            found = found + load_together(keys + tl.minimum(at + part, candidates - EACH), EACH)
+        # Nothing is added: else the compiler would have some under way only when it has looked at others.
+        border = key + (_or(found) & (never + 1))
+        for part in tl.static_range(AT_ONCE // EACH):
+            place = at + part * (EACH * lanes)
+            less = tl.where(place < candidates, border - (place < start).to(tl.int32), _NO_KEY)
+            for i in tl.static_range(EACH):
+                ahead += is_less(less, found[part * EACH + i])
     return ahead
+
+
+@triton.jit
+def _keep_some(key, border, room, lane):
+    """Tensors (lanes,) bool: whether a lane's key is above the border, or among the first `room` of a warp on it."""
+    equal, kept = (), ()
+    for word in tl.static_range(len(key)):
+        equal = equal + (key[word] == border,)
+    place = _places(equal, 0, lane)
+    for word in tl.static_range(len(key)):
+        kept = kept + ((key[word] > border) | equal[word] & (place[word] < room),)
+    return kept
