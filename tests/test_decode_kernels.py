@@ -27,9 +27,10 @@ from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code
 from mreader.formats.coding import pack, unpack, values
 from mreader.kernels import decode as module
 from mreader.kernels.activation_kernel import activate, activation_kind
-from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack
+from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack, tuned_blocks
 from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_tiles
 from mreader.kernels.select import top_k_mask
+from mreader.kernels.tuning import LayerShape, trial
 from mreader.reader import ExpertLayer, ReadSettings, read
 from mreader.sketch import draw_signs, hadamard, sketch_matrices
 
@@ -818,6 +819,11 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
 def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"(screen (parts|words|loads)|score channels|select chunk) = \d"):
         Blocks(**wrong)
+
+
+def test_parameters_of_another_version_are_refused() -> None:
+    with trial({"exact": {"ahead": 1}}), pytest.raises(UsageError, match="has exact ahead, which this version"):
+        tuned_blocks(DEVICE, LayerShape(5, 2, 130, 10), 1)
 
 
 def test_more_programs_than_a_grid_has_are_refused() -> None:

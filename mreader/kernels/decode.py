@@ -7,7 +7,7 @@ rotate -> screen -> score -> select -> exact -> finish; what each does and costs
 # nb = ceil(H / 128) blocks, T = ceil(I / 64) tiles, M = K * I candidates, P groups of kept channels, r rank in use
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -133,15 +133,17 @@ class Blocks:
 
 
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
-    """What is known to suit the GPU, the layer and the batch."""
+    """What is known to suit the GPU, the layer and the batch. UsageError for what no kernel has or can run with."""
     name = device_name(device)
-    return Blocks(
-        **{
-            f"{kernel}_{parameter}": value
-            for kernel in ("rotate", "screen", "score", "select", "recovery", "exact", "finish")
-            for parameter, value in configuration(kernel, name, shape, batch).items()
-        }
-    )
+    found = {
+        f"{kernel}_{parameter}": value
+        for kernel in ("rotate", "screen", "score", "select", "recovery", "exact", "finish")
+        for parameter, value in configuration(kernel, name, shape, batch).items()
+    }
+    if unknown := found.keys() - {field.name for field in fields(Blocks)}:
+        what = ", ".join(sorted(unknown)).replace("_", " ")
+        raise UsageError(f"the tuning file has {what}, which this version does not know", "run `mreader tune` again")
+    return Blocks(**found)
 
 
 def decode(

@@ -64,17 +64,17 @@ def screen_kernel(
     wait_for_earlier_after((of_rows.to(tl.int32) | first) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
     of_token = blocks + token * 3 * nb
-    unit = tl.load(of_token + block) / (UNIT * token_unit(of_token, nb))
+    unit = tl.load(of_token + block) / (UNIT * _token_unit(of_token, nb))
     offset = tl.load(of_token + nb + block) * tl.where(part == 0, -ZERO, 0.0)
-    a = sum_codes(picked + first, codes + of_rows, tiles * 8, selector_of_lane(lane), nothing, SHARE, WORDS, LOADED)
+    a = _sum_codes(picked + first, codes + of_rows, tiles * 8, selector_of_lane(lane), nothing, SHARE, WORDS, LOADED)
     of_warp = ((here.to(tl.int64) * nb + block) * PARTS + part) * STRIPS + strip
     to = sums + (of_warp * (8 * WORDS) + of_strip) * 16 + lane % 4 * 4
     for w in tl.static_range(WORDS):
-        tl.store(vector(to + w * 16, 4, 2), (sum_of_word(a, w, unit) + (offset * unit)[:, None]).to(tl.float16))
+        tl.store(vector(to + w * 16, 4, 2), (_sum_of_word(a, w, unit) + (offset * unit)[:, None]).to(tl.float16))
 
 
 @triton.jit
-def sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WORDS: tl.constexpr, LOADED: tl.constexpr):
+def _sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WORDS: tl.constexpr, LOADED: tl.constexpr):
     """8 WORDS tensors (lanes,) int32: the sums of `add_codes` over SHARE coordinates, word after word.
 
     picked: (lanes,) pointers to a lane's quarter of the list: lanes 4 g + t have the same of each t
@@ -127,7 +127,7 @@ def _add_words(a, listed, words, selector, WORDS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_word(a, WORD: tl.constexpr, unit):
+def _sum_of_word(a, WORD: tl.constexpr, unit):
     """(lanes, 4) float32: the sums of codes * x' of channels 4 t + 0 to 3 of a lane's word, times its unit."""
     c0, c1 = _sum_of(a, WORD, 0, unit), _sum_of(a, WORD, 1, unit)
     c2, c3 = _sum_of(a, WORD, 2, unit), _sum_of(a, WORD, 3, unit)
@@ -141,7 +141,7 @@ def _sum_of(a, WORD: tl.constexpr, I: tl.constexpr, unit):
 
 
 @triton.jit
-def token_unit(blocks, nb: tl.constexpr):
+def _token_unit(blocks, nb: tl.constexpr):
     """What the sums of a token are counted in: the largest of its blocks' units, powers of 2."""
     block = tl.arange(0, triton.next_power_of_2(nb))
     return tl.max(tl.load(blocks + block, mask=block < nb, other=0.0), axis=0)
