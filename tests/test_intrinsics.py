@@ -11,6 +11,8 @@ from mreader.kernels.intrinsics import (
     add_codes_asm,
     add_codes_plain,
     as_float,
+    ballot_asm,
+    ballot_plain,
     byte_of_lane_asm,
     byte_of_lane_plain,
     count_bits_asm,
@@ -46,16 +48,18 @@ def _add_kernel(words, listed, sums, out, LANES: tl.constexpr, ASSEMBLY: tl.cons
 
 
 @triton.jit
-def _count_kernel(words, bits, plain_bits, equals, LANES: tl.constexpr, ASSEMBLY: tl.constexpr):
+def _count_kernel(words, bits, plain_bits, equals, odd, LANES: tl.constexpr, ASSEMBLY: tl.constexpr):
     i = tl.arange(0, LANES)
     word = tl.load(words + i)
     tl.store(plain_bits + i, count_bits_plain(word))
     if ASSEMBLY:
         tl.store(bits + i, count_bits_asm(word))
         tl.store(equals + i, count_equals_asm(word))
+        tl.store(odd + i, ballot_asm(word % 2 != 0))
     else:
         tl.store(bits + i, count_bits_plain(word))
         tl.store(equals + i, count_equals_plain(word))
+        tl.store(odd + i, ballot_plain(word % 2 != 0))
 
 
 @triton.jit
@@ -154,19 +158,19 @@ def test_the_interpreter_runs_the_twin() -> None:
 # ---------------------------------------------------------------- counts
 
 
-def count(words: Tensor, assembly: bool) -> tuple[Tensor, Tensor]:
-    """words (LANES,) int32 -> bits of each, as both say, and equals of a warp."""
-    bits, plain_bits, equals = (torch.empty(LANES, dtype=torch.int32, device=DEVICE) for _ in range(3))
-    _count_kernel[(1,)](words.to(DEVICE), bits, plain_bits, equals, LANES=LANES, ASSEMBLY=assembly)
+def count(words: Tensor, assembly: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """words (LANES,) int32 -> bits of each, as both say; equals of a warp; which lanes of a warp have odd ones."""
+    bits, plain_bits, equals, odd = (torch.empty(LANES, dtype=torch.int32, device=DEVICE) for _ in range(4))
+    _count_kernel[(1,)](words.to(DEVICE), bits, plain_bits, equals, odd, LANES=LANES, ASSEMBLY=assembly)
     assert torch.equal(bits, plain_bits)
-    return bits.cpu(), equals.cpu()
+    return bits.cpu(), equals.cpu(), odd.cpu()
 
 
 @ASSEMBLY
 def test_bits_are_counted(assembly: bool) -> None:
     words = integers(-(2**31), 2**31, LANES, seed=5).int()
     words[:4] = torch.tensor([0, -1, 1, -(2**31)])
-    bits, _ = count(words, assembly)
+    bits, _, _ = count(words, assembly)
     assert bits.tolist() == [(word & 0xFFFFFFFF).bit_count() for word in words.tolist()]
 
 
@@ -175,11 +179,20 @@ def test_bits_are_counted(assembly: bool) -> None:
 def test_equals_of_a_warp_add_up(assembly: bool, values: int) -> None:
     """To how many lanes of the warp have the number, whichever of them says it; the assembly says it once."""
     words = integers(0, values, LANES, seed=values).int() - 1
-    _, equals = count(words, assembly)
+    _, equals, _ = count(words, assembly)
     for warp, found in zip(words.split(32), equals.split(32), strict=True):
         for value in warp.unique():
             assert int(found[warp == value].sum()) == int((warp == value).sum())
             assert not assembly or int((found[warp == value] > 0).sum()) == 1
+
+
+@ASSEMBLY
+def test_every_lane_knows_which_of_its_warp_agree(assembly: bool) -> None:
+    words = integers(-(2**31), 2**31, LANES, seed=6).int()
+    _, _, odd = count(words, assembly)
+    for warp, found in zip(words.split(32), odd.split(32), strict=True):
+        expected = sum((word & 1) << lane for lane, word in enumerate(warp.tolist()))
+        assert {word & 0xFFFFFFFF for word in found.tolist()} == {expected}
 
 
 # ---------------------------------------------------------------- integers
