@@ -49,6 +49,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: CompletionsServer
 
     def do_GET(self) -> None:
+        if os.environ.get("VLLM_API_KEY"):
+            self._answer(401, '{"error": "Unauthorized"}')
+            return
         self._answer(200, json.dumps({"data": [{"id": "the model"}]}) if self.path == "/v1/models" else "")
 
     def do_POST(self) -> None:

@@ -186,6 +186,13 @@ def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert Client.of(url, 50).measure(1, SMALL).concurrency == 1
 
 
+def test_no_key_of_the_shell_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM would ask for it, and answer 401."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with serving(FakeEngine("sparse", "out"), [], tmp_path / "log") as url:
+        assert Client.of(url, 50).measure(1, SMALL).concurrency == 1
+
+
 def test_a_server_that_does_not_start_is_quoted_and_its_log_named(tmp_path: Path) -> None:
     with (
         pytest.raises(

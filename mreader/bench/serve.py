@@ -264,7 +264,8 @@ def serving(engine: Engine, options: Sequence[str], log: Path) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, READS: engine.reads},
+            # A key would be asked of no one but this process.
+            env={name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | {READS: engine.reads},
             start_new_session=True,
         )
         told = 0  # bytes of the log that were there while all was well
