@@ -749,7 +749,7 @@ def test_a_block_by_default_parameters_is_the_reader_of_the_cpu() -> None:
 NOBODY = [-1, 5, 99, 2**31 - 1, -(2**31), 2**63 - 1, 2**32, -(2**63)]
 
 
-@pytest.mark.parametrize("k", [0, 1, 7, 13, 1000])
+@pytest.mark.parametrize("k", [0, 7, 1000])
 def test_a_token_keeps_a_share_of_k_for_the_experts_that_are_here(k: int) -> None:
     """k n / K of the largest, rounded, halves up, where n of its K = 4 experts are on this rank; k is at most K I."""
     case = small_case(((4, 0, 1, 2), (3, -1, 5, 2), (-1, -1, 1, 9), (7, -1, -1, -1)), k)
@@ -781,9 +781,9 @@ def test_a_token_without_any_expert_gives_zeros_whatever_it_holds(what: float) -
     assert torch.equal(y[0], torch.zeros_like(y[0]))
 
 
-@pytest.mark.parametrize("k", [31, 45, 70])
+@pytest.mark.parametrize("k", [45, 70])
 def test_more_groups_than_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """One to three turns, the last of them full or not."""
+    """Two turns and three, the last of them not full."""
     case = small_case(((4, 0), (1, 2)), k)
     case = replace(case, shape=(5, 130, 70), blocks=replace(case.blocks, exact_channels=1))
     expected, _ = decode_case(case)
