@@ -134,7 +134,7 @@ CASES = [
         torch.float32,
         replace(FOUR, screen_loads=24),
     ),
-    # Six tiles, strips of four: the second is half empty; words loaded one by one in the next case.
+    # Six tiles, strips of four: the second is half empty.
     Case(
         "two-strips",
         ((1, 0),),
@@ -146,7 +146,7 @@ CASES = [
     ),
     # One coordinate a block, no recovery, fewer channels than a tile.
     Case("one-coordinate", ((0, 1, 6),), (6, 130, 10), ReadSettings(7, 1, "norm", 0), TERNARY, torch.float32, EIGHT),
-    # Parts that begin behind the last coordinate picked.
+    # Parts that begin behind the last coordinate picked; one word a lane.
     Case(
         "norm-quaternary",
         ((2,),),
@@ -608,6 +608,12 @@ KEYS = {
 }
 
 
+def select_case(k: int, channels: int = CHANNELS, **blocks: int) -> Case:
+    """Two tokens of three experts, for keys (2, 3, channels)."""
+    case = replace(THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, channels))
+    return replace(case, settings=ReadSettings(k, 1, "norm", 0), blocks=replace(case.blocks, **blocks))
+
+
 def kept_by_keys(case: Case, keys: Tensor) -> Tensor:
     """(N, K, I) bool: what is kept by keys (N, K, I) in place of those of the score."""
     x, ids, weights = make_inputs(case)
@@ -626,8 +632,7 @@ def kept_by_keys(case: Case, keys: Tensor) -> Tensor:
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 def test_selection_by_keys(keys: Tensor, k: int) -> None:
     """The k largest, ties to the lower slot and channel; but never a key of 0."""
-    ids = ((1, 0, 2), (2, 1, 0))
-    case = replace(THREE_TOKENS, ids=ids, shape=(3, 128, CHANNELS), settings=ReadSettings(k, 1, "norm", 0))
+    case = select_case(k)
     expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys) & (keys > 0)
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
@@ -636,9 +641,7 @@ def test_selection_by_keys(keys: Tensor, k: int) -> None:
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 def test_warps_of_a_program_list_one_after_the_other(keys: Tensor, warps: int) -> None:
     """All candidates in one chunk, of 128; words of 32 side by side in a warp of two."""
-    blocks = replace(THREE_TOKENS.blocks, select_chunk=128, select_warps=warps)
-    case = replace(THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, CHANNELS), blocks=blocks)
-    case = replace(case, settings=ReadSettings(50, 1, "norm", 0))
+    case = select_case(50, select_chunk=128, select_warps=warps)
     expected = top_k_mask(keys.flatten(1).double(), 50).view_as(keys) & (keys > 0)
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
@@ -648,10 +651,7 @@ def test_warps_of_a_program_list_one_after_the_other(keys: Tensor, warps: int) -
 def test_selection_by_keys_that_are_loaded_side_by_side(keys: Tensor, chunk: int) -> None:
     """One, two or four at once, where a token's lie so; the last chunk holds 12, 44 or 108 of its candidates."""
     keys = keys[..., :36].contiguous()
-    case = replace(
-        THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, 36), settings=ReadSettings(50, 1, "norm", 0)
-    )
-    case = replace(case, blocks=replace(case.blocks, select_chunk=chunk, select_warps=2))
+    case = select_case(50, channels=36, select_chunk=chunk, select_warps=2)
     expected = top_k_mask(keys.flatten(1).double(), 50).view_as(keys) & (keys > 0)
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 
@@ -797,8 +797,7 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
     """Of a bin with many members, alike and not: their ranks are counted over several looks."""
     keys = random_keys(1 << 20, (1 << 20) + 40)
     monkeypatch.setattr(module, "_MOST_KEYS", 16)
-    case = replace(THREE_TOKENS, ids=((1, 0, 2), (2, 1, 0)), shape=(3, 128, CHANNELS))
-    case = replace(case, settings=ReadSettings(k, 1, "norm", 0))
+    case = select_case(k)
     expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys)
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
 

@@ -132,6 +132,9 @@ class Blocks:
             )
 
 
+_PARAMETERS = frozenset(field.name for field in fields(Blocks))
+
+
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
     """What is known to suit the GPU, the layer and the batch. UsageError for what no kernel has or can run with."""
     name = device_name(device)
@@ -140,7 +143,7 @@ def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
         for kernel in ("rotate", "screen", "score", "select", "recovery", "exact", "finish")
         for parameter, value in configuration(kernel, name, shape, batch).items()
     }
-    if unknown := found.keys() - {field.name for field in fields(Blocks)}:
+    if unknown := found.keys() - _PARAMETERS:
         what = ", ".join(sorted(unknown)).replace("_", " ")
         raise UsageError(f"the tuning file has {what}, which this version does not know", "run `mreader tune` again")
     return Blocks(**found)
