@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: CompletionsServer
 
     def do_GET(self) -> None:
-        if os.environ.get("VLLM_API_KEY"):
+        if self.path.startswith("/v1/") and os.environ.get("VLLM_API_KEY"):  # as vLLM does
             self._answer(401, '{"error": "Unauthorized"}')
             return
         self._answer(200, json.dumps({"data": [{"id": "the model"}]}) if self.path == "/v1/models" else "")
