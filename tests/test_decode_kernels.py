@@ -813,6 +813,7 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
         {"score_warps": 2},
         {"select_chunk": 300},
         {"select_chunk": 16},
+        {"select_chunk": 2048},
     ],
 )
 def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:

@@ -91,7 +91,7 @@ class Blocks:
     screen_words:   words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
     screen_loads:   coordinates whose codes a warp has under way at a time, a multiple of 8
     score_channels: of a program: 32 or 64, and 32 or more a warp
-    select_chunk:   candidates of a program, a power of 2, 32 or more; more where a token has very many
+    select_chunk:   candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
     select_warps:   a power of 2; fewer where a warp would have less than 32 candidates
     recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
@@ -126,9 +126,9 @@ class Blocks:
                 f"score channels = {self.score_channels}, warps = {self.score_warps}",
                 "choose 32 or 64 channels in the tuning file, and 32 or more a warp",
             )
-        if self.select_chunk < 32 or self.select_chunk & (self.select_chunk - 1):
+        if self.select_chunk not in (32, 64, 128, 256, 512, 1024):
             raise UsageError(
-                f"select chunk = {self.select_chunk}", "choose a power of 2, 32 or more, in the tuning file"
+                f"select chunk = {self.select_chunk}", "choose a power of 2 from 32 to 1024 in the tuning file"
             )
 
 
