@@ -7,6 +7,7 @@ are about fifteen. All layers of a kind share one compilation, for which a layer
 # N sequences, L tokens of the cache, h heads, g key heads, D their size, E experts, K routed experts, H hidden size
 
 import copy
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ from mreader.runtime import decoder_layers, experts_modules
 
 _ATTENTION = "mreader_one_token"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# Up to so many of the products q * k are summed by reductions, which fuse with their neighbours and take the key heads
-# as they are stored; a matrix product reads each key once, and wins where there are more.
-_FEW_PRODUCTS = 1 << 24
-# For the compiler. A rotary embedding concatenates, which otherwise ends one kernel and begins another.
-_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True}
+# Up to so many products of two numbers are summed by reductions, which fuse with their neighbours, keep a GPU busy with
+# few rows, and take key heads as they are stored; a matrix product reads each number once, and wins with more of them.
+_FEW_PRODUCTS, _FEW_SCORES = 1 << 23, 1 << 22
+_FEW_NUMBERS = 1024  # whose places are found by comparing all with all
+# For the compiler. A rotary embedding concatenates, which otherwise ends one kernel and begins another. And block sizes
+# of reductions are chosen by rule: measuring kernels of 2 us chooses at random, some ten times slower than others.
+_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True, "deterministic": True}
 # Kinds of layer times batches, lengths and models of one process: none of them is a sign of something going wrong.
 _COMPILATIONS = 1024
 
@@ -200,7 +203,7 @@ def one_token_attention(
         return output, None
     scale = D**-0.5 if scaling is None else scaling
     grouped = query.reshape(N, g, h // g, D)
-    if few := N * h * L * D <= _FEW_PRODUCTS:
+    if N * h * L * D <= _FEW_SCORES:
         scores = (grouped.unsqueeze(-2).float() * key.unsqueeze(2).float()).sum(-1) * scale
     else:
         scores = (grouped @ key.transpose(-1, -2)).float() * scale
@@ -209,10 +212,7 @@ def one_token_attention(
     elif attention_mask is not None:
         scores = scores + attention_mask
     shares = scores.softmax(-1)  # (N, g, h / g, L)
-    if few:
-        output = (shares.unsqueeze(-1) * value.unsqueeze(2).float()).sum(-2).to(query.dtype)
-    else:
-        output = shares.to(query.dtype) @ value
+    output = shares.to(query.dtype) @ value
     return output.reshape(N, 1, h, value.shape[-1]), None
 
 
@@ -230,14 +230,42 @@ def _rewrite(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.graph.erase_node(node)
+            elif _has_few_products(node):
+                node.target = _linear
     graph.recompile()
     return graph
 
 
+def _has_few_products(linear: torch.fx.Node) -> bool:
+    x, weight = (cast("torch.fx.Node", arg).meta["example_value"] for arg in linear.args[:2])
+    return x.dtype == weight.dtype != torch.float64 and int(x.numel() * len(weight)) <= _FEW_PRODUCTS
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As nn.functional.linear of a matrix, by reductions in float32: a router has too few rows for a matrix product."""
+    y = (x.unsqueeze(-2).float() * weight.float()).sum(-1)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """As torch.topk, by sorting, which compiles into a kernel together with what comes before."""
-    values, indices = x.sort(dim=dim, descending=largest, stable=True)
-    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+    """As torch.topk, of equal numbers the first ones: by counting for each number those that come before it.
+
+    It compiles into reductions, and the results lie as their readers want them. A sort does neither, and how long it
+    takes depends on how many rows the compiler gives to a program: 3 us or 27, for 8 rows of 128.
+    """
+    if not k <= x.shape[dim] <= _FEW_NUMBERS:
+        values, indices = x.sort(dim=dim, descending=largest, stable=True)
+        return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+    row = x.movedim(dim, -1)
+    i = torch.arange(row.shape[-1], device=x.device)
+    known = row.nan_to_num(math.inf, math.inf, -math.inf)  # no number is as large as the largest
+    own, other = known.unsqueeze(-1), known.unsqueeze(-2)
+    is_ahead = other > own if largest else other < own
+    place = (is_ahead | (other == own) & (i < i.unsqueeze(-1))).sum(-1)
+    chosen = place.unsqueeze(-2) == i[:k].unsqueeze(-1)  # (..., k, numbers)
+    values = torch.where(chosen, row.unsqueeze(-2), 0).sum(-1, dtype=x.dtype)
+    indices = torch.where(chosen, i, 0).sum(-1)
+    return values.movedim(-1, dim), indices.movedim(-1, dim)
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

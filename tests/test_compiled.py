@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,8 +209,8 @@ class Heads:
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("mask", ["bool", "addend", None])
 def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sums and as matrix products; 6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
-    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 3 * 6 * 11 * 20 if few else 0)
+    """Scores by sums and by matrix products; 6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
+    monkeypatch.setattr(compiled, "_FEW_SCORES", 3 * 6 * 11 * 20 if few else 0)
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 6, 1, 20), torch.randn(3, 2, 11, 20), torch.randn(3, 2, 11, 12)
     seen = torch.arange(11).view(1, 1, 1, 11) < 7
@@ -221,10 +222,74 @@ def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypat
 
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("dim", [0, -1])
-def test_the_largest_by_sorting_are_topk_s(dim: int, largest: bool) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_the_largest_are_topk_s(few: bool, dim: int, largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counting and, where there are many numbers, by sorting; groups that are out of the running hold infinities."""
+    monkeypatch.setattr(compiled, "_FEW_NUMBERS", 11 if few else 6)
     x = torch.randperm(77).view(7, 11).float()
-    for found, expected in zip(compiled._topk(x, 3, dim, largest), x.topk(3, dim, largest), strict=True):
-        assert torch.equal(found, expected)
+    x[2] = float("-inf")
+    x[2, 4], x[2, 9] = 1.0, -2.0
+    for found, expected in zip(compiled._topk(x, 2, dim, largest), x.topk(2, dim, largest), strict=True):
+        assert found.dtype == expected.dtype
+        if dim == 0 or largest:  # else equals decide, of which topk names any
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_of_equal_numbers_the_first_are_chosen(largest: bool) -> None:
+    x = torch.tensor([[0.0, 5.0, -0.0, 5.0, 5.0]]) * (1 if largest else -1)
+    values, indices = compiled._topk(x, 4, -1, largest)
+    assert indices.tolist() == [[1, 3, 4, 0]]
+    assert torch.equal(values, x[0, indices])
+
+
+def test_places_of_what_is_no_number_are_places() -> None:
+    """As large as infinity: a router's choice stays one, whatever a token holds."""
+    x = torch.tensor(
+        [[1.0, math.nan, 3.0, math.inf, math.nan], [math.nan] * 5, [-math.inf, math.nan, -math.inf, 0.0, 0.0]]
+    )
+    values, indices = compiled._topk(x, 3)
+    assert indices.tolist() == [[1, 3, 4], [0, 1, 2], [1, 3, 4]]
+    assert torch.equal(values.nan_to_num(-1), x.gather(-1, indices).nan_to_num(-1))
+
+
+@pytest.mark.parametrize("bias", [torch.arange(5.0), None])
+def test_a_product_by_sums_is_linear_s(bias: Tensor | None) -> None:
+    """Of float32 products of bfloat16 numbers, rounded once: half a unit in the last place, 2^-8."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 2, 33), (5, 33)))
+    found = compiled._linear(x, weight, bias if bias is None else bias.bfloat16())
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias if bias is None else bias.double())
+    assert found.dtype == x.dtype
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+class Router(torch.nn.Module):
+    """A product of 4 x 6 x 10 and one of 4 x 6 x 11."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.wide = torch.nn.Linear(6, 10), torch.nn.Linear(6, 11)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return *self.router(x).topk(3), self.wide(x)
+
+
+def test_what_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products up to the bound, and every topk."""
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 4 * 6 * 10)
+    targets: list[Any] = []
+    model, x = Router(), torch.randn(4, 6)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        targets.extend(node.target for node in compiled._rewrite(graph).graph.nodes)
+        return graph
+
+    found, expected = torch.compile(model, backend=backend)(x), model(x)
+    assert targets.count(compiled._linear) == targets.count(torch.nn.functional.linear) == 1
+    assert targets.count(compiled._topk) == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
