@@ -9,10 +9,16 @@ selection changes the output by more than any error of arithmetic, and is no err
 
 import functools
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -26,10 +32,12 @@ from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import BLOCK, CODES, QUATERNARY, TERNARY, Code
 from mreader.formats.coding import pack, unpack, values
 from mreader.kernels import decode as module
+from mreader.kernels import exact_kernel, screen_kernel
 from mreader.kernels.activation_kernel import activate, activation_kind
 from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack, tuned_blocks
 from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_tiles
 from mreader.kernels.select import top_k_mask
+from mreader.kernels.select_kernel import certain_from
 from mreader.kernels.tuning import LayerShape, trial
 from mreader.reader import ExpertLayer, ReadSettings, read
 from mreader.sketch import draw_signs, hadamard, sketch_matrices
@@ -344,28 +352,30 @@ class Run:
 
 
 def kept_by_lists(stages: Stages) -> Tensor:
-    """(N, K, I) bool: what the chunks' lists name; each entry once, in order, with its row and weight, -1 behind."""
+    """(N, K, I) bool: what the lists name; each entry once, with its row and weight, -1 behind.
+
+    Some of the largest come in order, the others by rank.
+    """
     kept = torch.zeros(stages.tokens, stages.candidates, dtype=torch.bool, device=DEVICE)
     served = ((stages.ids >= 0) & (stages.ids < stages.experts)).repeat_interleave(stages.channels, 1)
     channel = torch.arange(stages.channels, device=DEVICE).repeat(stages.slots)
     rows = stages.ids.repeat_interleave(stages.channels, 1) * stages.channels + channel
     weights = stages.weights.float().repeat_interleave(stages.channels, 1)
-    for n in range(stages.tokens):
-        for chunk in range(stages.chunks):
-            number, start = int(stages.counts[n, chunk]), chunk * stages.chunk
-            halves = stages.rows[n, chunk].view(torch.int32).view(-1, 2)
-            assert (halves[number : number + stages.padding, 0] == -1).all()
-            named = {
-                (row, weight): place
-                for place, (row, weight) in enumerate(
-                    zip(rows[n, start:].tolist(), weights[n, start:].tolist(), strict=True)
-                )
-                if place < stages.chunk and served[n, start + place]
-            }
-            listed = zip(halves[:number, 0].tolist(), halves[:number, 1].view(torch.float32).tolist(), strict=True)
-            places = [named[entry] for entry in listed]
-            assert places == sorted(set(places))
-            kept[n, [start + place for place in places]] = True
+    for n, keys in enumerate(stages.keys.flatten(1).tolist()):
+        row, weight = stages.rows[n].view(torch.int32).view(-1, 2).unbind(1)
+        number = int((row >= 0).sum())
+        assert (row[number:] == -1).all()
+        named: dict[tuple[int, float], list[int]] = {}
+        for place, entry in enumerate(zip(rows[n].tolist(), weights[n].tolist(), strict=True)):
+            if served[n, place]:
+                named.setdefault(entry, []).append(place)
+        listed = zip(row[:number].tolist(), weight[:number].view(torch.float32).tolist(), strict=True)
+        places = [named[entry].pop(0) for entry in listed]
+        falls = [at for at in range(1, number) if places[at] < places[at - 1]]
+        in_order, by_rank = places[: min(falls, default=number)], places[min(falls, default=number) :]
+        assert by_rank == sorted(by_rank, key=lambda place: (-keys[place], place))
+        assert min((keys[place] for place in in_order), default=0) >= max((keys[place] for place in by_rank), default=0)
+        kept[n, places] = True
     return kept.view(stages.keys.shape)
 
 
@@ -622,6 +632,7 @@ def kept_by_keys(case: Case, keys: Tensor) -> Tensor:
     stages.keys.copy_(keys)
     stages.histogram.copy_(histogram_of(stages.keys.flatten(1)))
     stages.estimates.fill_(1.0)
+    stages.rows.fill_(-1)
     stages.select()
     kept = kept_by_lists(stages)
     assert torch.equal(stages.estimates == 0, kept)
@@ -667,6 +678,118 @@ def test_selection_from_more_candidates_than_one_look_takes(warps: int) -> None:
     keys = keys.view(1, 3, channels)
     expected = top_k_mask(keys.flatten(1).double(), k).view_as(keys)
     assert torch.equal(kept_by_keys(case, keys), expected.to(DEVICE))
+
+
+@triton.jit
+def _certain_kernel(histogram, out, candidates, k, COARSE_SHIFT: tl.constexpr, COARSE: tl.constexpr):
+    thread = tl.arange(0, 64)
+    tl.store(out + thread, certain_from(histogram, candidates, k + 0 * thread, thread, COARSE_SHIFT, COARSE))
+
+
+@pytest.mark.parametrize("k", [0, 1, 50, 110, 111])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_channels_that_are_kept_for_certain(keys: Tensor, k: int) -> None:
+    """Those in bins above that of the k-th largest key; what is sent to the L2 cache is these channels' rows."""
+    of_token = keys[0].flatten().to(DEVICE)
+    histogram, least = histogram_of(of_token[None]), torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    shift, bins = module._HISTOGRAM["COARSE_SHIFT"], module._HISTOGRAM["COARSE"]
+    _certain_kernel[(1,)](histogram, least, len(of_token), k, COARSE_SHIFT=shift, COARSE=bins, num_warps=2)
+    if k == 0:
+        assert (least > of_token.max()).all()
+    else:
+        bin_of_border = int(of_token.sort(descending=True).values[k - 1]) >> shift
+        assert (least == bin_of_border + 1 << shift).all()
+
+
+@dataclass
+class Fetched:
+    """In place of `fetch_to_l2`: remembers addresses and elements of what it is asked for."""
+
+    asked: list[tuple[int, int]]
+
+    def __call__(self, pointers: Any, number: Any, condition: Any, dependent: Any) -> None:
+        addresses, conditions = pointers.handle.data, np.broadcast_to(condition.handle.data, pointers.handle.data.shape)
+        number = int(number.handle.data.item() if hasattr(number, "handle") else number)
+        self.asked += [(int(address), number) for address in addresses[conditions]]
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Fetched:
+    """What kernels ask for that are told to fetch ahead, though none of them is dependent."""
+    if DEVICE.type != "cpu":
+        pytest.skip("it looks into the interpreter")
+    fetched = Fetched([])
+    for kernel in (exact_kernel, screen_kernel):
+        monkeypatch.setattr(kernel, "fetch_to_l2", fetched)
+    monkeypatch.setattr(module, "launch_options", lambda dependent: {"DEPENDENT": False})
+    monkeypatch.setattr(module, "full_registers", lambda dependent: {})
+    monkeypatch.setattr(module, "has_dependent_launch", lambda device: True)
+    return fetched
+
+
+def rows_of(tensor: Tensor, rows: Tensor) -> set[tuple[int, int]]:
+    """Address and elements of the rows along the last axis."""
+    width = tensor.shape[-1]
+    return {(tensor.data_ptr() + int(row) * width * tensor.element_size(), width) for row in rows}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("name", ["three-tokens", "steps", "all-coordinates"])
+def test_rows_that_are_fetched_ahead_are_those_of_certain_channels(name: str, ahead: int, fetched: Fetched) -> None:
+    """Gate, up and down of the channels in bins above the border's, of the first tokens; no other row."""
+    case = next(case for case in CASES if case.name == name)
+    case = replace(case, blocks=replace(case.blocks, exact_ahead=ahead, exact_channels=1, exact_steps=1))
+    (x, ids, weights), layer = make_inputs(case), repack(make_layer(case))
+    stages = Stages(x, ids, weights, layer, case.settings, case.blocks)
+    stages.run()
+    I, shift, expected = case.shape[2], module._HISTOGRAM["COARSE_SHIFT"], set()
+    for token_ids, keys in list(zip(ids, stages.keys, strict=True))[:ahead]:
+        border = int(keys.flatten().sort(descending=True).values[stages.k - 1]) >> shift
+        slot, j = (keys >> shift > border).nonzero(as_tuple=True)
+        expert = token_ids[slot]
+        for matrix in (0, 1):
+            expected |= rows_of(layer.gate_up, (2 * expert + matrix) * I + j)
+        expected |= rows_of(layer.down, expert * I + j)
+    assert expected
+    assert set(fetched.asked) == expected
+
+
+@pytest.mark.parametrize("name", ["defaults", "steps", "one-coordinate"])
+def test_what_score_reads_is_fetched_ahead(name: str, fetched: Fetched) -> None:
+    """Of every expert that is routed to: scales, norms, recovery map and errors where the score is of these; whole."""
+    case = next(case for case in CASES if case.name == name)
+    case = replace(case, blocks=replace(case.blocks, screen_ahead=1))
+    (x, ids, weights), layer = make_inputs(case), repack(make_layer(case))
+    stages = Stages(x, ids, weights, layer, case.settings, case.blocks)
+    stages.rotate()
+    stages.screen()
+    read = [layer.tiles.scales, layer.down_norms]
+    if case.settings.score == "rho":
+        read.append(layer.tiles.errors)
+    if case.settings.score != "norm" and case.settings.rank == STORED_RANK:
+        read.append(layer.coeffs)
+    asked: set[int] = set()
+    for address, number in fetched.asked:
+        asked |= set(range(address, address + 2 * max(number, 0), 2))
+    experts = [e for _, _, e in served(ids, case.shape[0])]
+    expected = {int(byte) for tensor in read for e in experts for byte in bytes_of(tensor[e])}
+    assert asked == expected
+
+
+def bytes_of(tensor: Tensor) -> range:
+    """Addresses of its elements of two bytes."""
+    return range(tensor.data_ptr(), tensor.data_ptr() + 2 * tensor.numel(), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_fetched_ahead_changes_nothing(case: Case, ahead: int) -> None:
+    inputs, layer = make_inputs(case), repack(make_layer(case))
+    fetching = replace(case.blocks, exact_ahead=ahead, screen_ahead=1)
+    for function in (decode, decode_share):
+        expected = function(*inputs, layer, case.settings, case.blocks)
+        assert torch.equal(function(*inputs, layer, case.settings, fetching), expected)
 
 
 @functools.cache
@@ -814,15 +937,19 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
         {"select_chunk": 300},
         {"select_chunk": 16},
         {"select_chunk": 2048},
+        {"screen_ahead": 2},
+        {"exact_ahead": -1},
     ],
 )
 def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=r"(screen (parts|words|loads)|score channels|select chunk) = \d"):
+    with pytest.raises(
+        UsageError, match=r"(screen (parts|words|loads|ahead)|score channels|select chunk|exact ahead) = -?\d"
+    ):
         Blocks(**wrong)
 
 
 def test_parameters_of_another_version_are_refused() -> None:
-    with trial({"exact": {"ahead": 1}}), pytest.raises(UsageError, match="has exact ahead, which this version"):
+    with trial({"exact": {"beside": 1}}), pytest.raises(UsageError, match="has exact beside, which this version"):
         tuned_blocks(DEVICE, LayerShape(5, 2, 130, 10), 1)
 
 
@@ -1013,3 +1140,11 @@ def test_tokens_of_a_large_batch_have_the_bits_that_they_have_alone(warps: int) 
     for n in (0, 31, 63):
         one = slice(n, n + 1)
         assert torch.equal(decode(x[one], ids_of[one], weights[one], layer, case.settings, case.blocks), together[one])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_gpu_s_compiler_takes_the_kernels(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, str(Path(__file__).with_name("kernels_for_gpus.py")), str(capability)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

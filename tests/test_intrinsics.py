@@ -22,6 +22,7 @@ from mreader.kernels.intrinsics import (
     has_dependent_launch,
     nearest_integer,
     selector_of_lane,
+    whole_units,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,6 +154,30 @@ def test_assembly_is_what_runs_and_has_the_bits_of_its_twin() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU: it has the assembly")
 def test_the_interpreter_runs_the_twin() -> None:
     assert add_codes is add_codes_plain
+
+
+# ---------------------------------------------------------------- what is fetched ahead
+
+
+@triton.jit
+def _units_kernel(numbers, first, number, starts, sizes):
+    lane = tl.arange(0, 32)
+    start, size = whole_units(numbers + first + lane * number, number)
+    tl.store(starts + lane, start - numbers.to(tl.int64))
+    tl.store(sizes + lane, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("first", "number"), [(0, 64), (5, 33), (8, 3), (24, 8), (1, 15)])
+def test_rows_are_fetched_in_whole_units(first: int, number: int, dtype: torch.dtype) -> None:
+    """From the unit of their first byte on, as many as fit; of 32 rows of a tensor."""
+    numbers = torch.zeros(first + 32 * number, dtype=dtype, device=DEVICE)
+    starts, sizes = torch.zeros(32, dtype=torch.int64, device=DEVICE), torch.zeros(32, dtype=torch.int64, device=DEVICE)
+    _units_kernel[(1,)](numbers, first, number, starts, sizes, num_warps=1)
+    row = number * numbers.element_size()
+    begin = first * numbers.element_size() + row * torch.arange(32, device=DEVICE)
+    assert torch.equal(starts, begin // 16 * 16)
+    assert torch.equal(sizes, torch.full_like(sizes, row // 16 * 16))
 
 
 # ---------------------------------------------------------------- counts

@@ -30,7 +30,7 @@ from mreader.reader import ExpertLayer, ReadSettings
 # Bins of the scores, by the upper bits of their 31: half an octave, and a 512th in a window of 32 octaves.
 _HISTOGRAM = {"COARSE_SHIFT": 22, "FINE_SHIFT": 14, "COARSE": 1 << 9, "FINE": 1 << 14}
 
-_MOST_CHUNKS = 64  # of a token: a program of `exact` finds its own among them
+_MOST_CHUNKS = 64  # of a token: a program of `select` looks at the keys of all that are earlier
 _MOST_KEYS = 32  # that a lane of `select` looks at side by side, a multiple of 4
 _MOST_GROUPS = 256  # whose outputs a program of `finish` has under way at once, a multiple of 32
 _MOST_PROGRAMS = 65_535  # in the second and third direction of a grid
@@ -90,11 +90,13 @@ class Blocks:
     screen_warps:   of a program; each has a block, a part of its coordinates and a strip of channels
     screen_words:   words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
     screen_loads:   coordinates whose codes a warp has under way at a time, a multiple of 8
+    screen_ahead:   1 to send what score reads to the L2 cache while rotate is at work, else 0; from Hopper on
     score_channels: of a program: 32 or 64, and 32 or more a warp
     select_chunk:   candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
     select_warps:   a power of 2; fewer where a warp would have less than 32 candidates
     recovery_rows:  channels that a program of the recovery sum takes
     exact_channels: kept channels that a program takes side by side, exact_steps times
+    exact_ahead:    tokens whose certain rows are sent to the L2 cache while select is at work; from Hopper on
     finish_columns: of the output
     """
 
@@ -103,6 +105,7 @@ class Blocks:
     screen_warps: int = 2
     screen_words: int = 4
     screen_loads: int = 40
+    screen_ahead: int = 0
     score_channels: int = 32
     score_warps: int = 1
     select_chunk: int = 256
@@ -111,6 +114,7 @@ class Blocks:
     exact_channels: int = 4
     exact_steps: int = 1
     exact_warps: int = 8
+    exact_ahead: int = 0
     finish_columns: int = 16
     finish_warps: int = 1
 
@@ -121,6 +125,10 @@ class Blocks:
             raise UsageError(f"screen words = {self.screen_words}", "choose 1, 2 or 4 in the tuning file")
         if self.screen_loads < 8 or self.screen_loads % 8:
             raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 8 in the tuning file")
+        if self.screen_ahead not in (0, 1):
+            raise UsageError(f"screen ahead = {self.screen_ahead}", "choose 0 or 1 in the tuning file")
+        if self.exact_ahead < 0:
+            raise UsageError(f"exact ahead = {self.exact_ahead}", "choose 0 or more tokens in the tuning file")
         if self.score_channels not in (32, 64) or self.score_channels < 32 * self.score_warps:
             raise UsageError(
                 f"score channels = {self.score_channels}, warps = {self.score_warps}",
@@ -220,10 +228,8 @@ class Stages:
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
         self.chunk = max(blocks.select_chunk, triton.next_power_of_2(triton.cdiv(self.candidates, _MOST_CHUNKS)))
         self.chunks = triton.cdiv(self.candidates, self.chunk)
-        # Every chunk may end in a group that is not full.
         group = blocks.exact_channels * blocks.exact_steps
-        self.padding = triton.next_power_of_2(group)
-        self.groups = max((self.k + self.chunks * (group - 1)) // group, 1)
+        self.groups = max(triton.cdiv(self.k, group), 1)
         self.piece = min(blocks.recovery_rows, triton.next_power_of_2(self.channels))
         self.pieces = triton.cdiv(self.channels, self.piece)
         self.dependent = has_dependent_launch(x.device)
@@ -239,8 +245,8 @@ class Stages:
         self.sums = empty(N, K, self.nb, blocks.screen_parts, tiles, 2, TILE, dtype=torch.float16)
         self.keys = empty(N, K, I, dtype=torch.int32)
         self.estimates = empty(N, K, I)
-        self.rows = empty(N, self.chunks, self.chunk + self.padding, dtype=torch.int64)
-        self.counts = empty(N, self.chunks, dtype=torch.int32)
+        # A multiple of 16, which launches tell the compiler: else it loads entries one by one.
+        self.rows = empty(N, 16 * triton.cdiv(self.groups * group, 16), dtype=torch.int64)
         self.recovery = empty(N, K * self.pieces, self.rank_up)
         self.outputs = empty(N, self.groups, self.hidden)
         self.y = empty(N, self.hidden, dtype=x.dtype)
@@ -252,37 +258,43 @@ class Stages:
         return self.y
 
     def rotate(self) -> None:
-        """picked, block_info; clears the histogram."""
+        """picked, block_info; clears the histogram and the list."""
         errors_known = self.settings.score == "rho"
         self._launch(
             rotate_kernel,
             (self.nb, self.tokens),
             self.blocks.rotate_warps,
-            *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram),
-            *(self.hidden, -1),
+            *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows),
+            *(self.hidden, self.rows.shape[1], -1),
             COORDINATES=self.settings.coordinates,
             NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
             NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
             HISTOGRAM=self.histogram.shape[1],
-            CLEARED=triton.cdiv(self.histogram.shape[1], self.nb),
+            nb=self.nb,
         )
 
     def screen(self) -> None:
         """sums."""
-        parts, code = self.blocks.screen_parts, self.layer.code
+        parts, code, layer = self.blocks.screen_parts, self.layer.code, self.layer
         self._launch(
             screen_kernel,
             (triton.cdiv(self.nb * parts * self.strips, self.blocks.screen_warps), self.tokens * self.slots),
             self.blocks.screen_warps,
-            *(self.layer.tiles.codes, self.picked, self.block_info, self.ids, self.sums),
-            *(self.experts, self.slots, triton.cdiv(self.channels, TILE), 0, -1),
+            *(layer.tiles.codes, self.picked, self.block_info, self.ids),
+            *(layer.tiles.scales, layer.tiles.errors, layer.down_norms, layer.coeffs, self.sums),
+            *(self.experts, self.slots, 0, -1),
+            channels=self.channels,
             nb=self.nb,
+            stored_rank=self.stored_rank,
             ZERO=code.levels[0] / (code.levels[0] - code.levels[1]),
             SHARE=8 * triton.cdiv(triton.cdiv(self.settings.coordinates, parts), 8),
             PARTS=parts,
             WORDS=self.blocks.screen_words,
             STRIPS=self.strips,
             LOADED=self.blocks.screen_loads,
+            SCORE=self.settings.score,
+            RANK=self.rank,
+            AHEAD=self.blocks.screen_ahead if self.dependent else 0,
             WARPS=self.blocks.screen_warps,
         )
 
@@ -309,18 +321,16 @@ class Stages:
         )
 
     def select(self) -> None:
-        """rows, counts; zeros in estimates."""
+        """rows; zeros in estimates."""
         warps = min(self.blocks.select_warps, self.chunk // 32)
         self._launch(
             select_kernel,
             (self.chunks, self.tokens),
             warps,
-            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.counts, self.estimates),
-            *(self.experts, self.slots, self.k, -1),
+            *(self.keys, self.histogram, self.ids, self.weights, self.rows, self.estimates),
+            *(self.experts, self.slots, self.k, self.rows.shape[1], -1),
             channels=self.channels,
             CHUNK=self.chunk,
-            LIST=self.rows.shape[2],
-            PADDING=self.padding,
             AT_ONCE=min(4 * triton.cdiv(self.candidates, 4 * 32 * warps), _MOST_KEYS),
             SHARED=self.shared,
             SLOTS_UP=triton.next_power_of_2(self.slots),
@@ -335,13 +345,14 @@ class Stages:
             exact_kernel,
             (self.groups + (self.slots * self.pieces if self.rank else 0), self.tokens),
             self.blocks.exact_warps,
-            *(self.x, self.rows, self.counts, self.ids, self.estimates, layer.gate_up, layer.down, layer.coeffs),
+            *(self.x, self.keys, self.histogram, self.rows, self.ids, self.estimates),
+            *(layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
-            *(self.experts, self.slots, self.groups, self.chunks, self.stored_rank),
+            *(self.experts, self.slots, self.k, self.groups, self.rows.shape[1], self.stored_rank),
             hidden=self.hidden,
             channels=self.channels,
-            LIST=self.rows.shape[2],
-            CHUNKS_UP=triton.next_power_of_2(self.chunks),
+            SHARED=self.shared,
+            SLOTS_UP=triton.next_power_of_2(self.slots),
             ACTIVATION=activation_kind(layer.activation),
             RANK=self.rank,
             RANK_UP=self.rank_up,
@@ -350,6 +361,11 @@ class Stages:
             STEPS=self.blocks.exact_steps,
             PIECE=self.piece,
             PIECES=self.pieces,
+            AHEAD=min(self.blocks.exact_ahead, self.tokens) if self.dependent else 0,
+            COARSE_SHIFT=_HISTOGRAM["COARSE_SHIFT"],
+            COARSE=_HISTOGRAM["COARSE"],
+            HISTOGRAM=self.histogram.shape[1],
+            WARPS=self.blocks.exact_warps,
         )
 
     def finish(self) -> None:

@@ -6,14 +6,16 @@ import triton
 import triton.language as tl
 
 from mreader.kernels.activation_kernel import activate
-from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
+from mreader.kernels.intrinsics import fetch_to_l2, let_next_start, wait_for_earlier
+from mreader.kernels.select_kernel import certain_from, share_of_token
 
 
 @triton.jit
 def exact_kernel(
     x,  # (N, H) any float
-    rows,  # (N, chunks, LIST) int64, from select_kernel
-    counts,  # (N, chunks) int32, from select_kernel
+    keys,  # (N, K, I) int32, from score_kernel
+    histogram,  # (N, HISTOGRAM) int32, from score_kernel: coarse bins first
+    rows,  # (N, listed) int64, from select_kernel
     ids,  # (N, K) int
     estimates,  # (N, K, I) float32: w_e p_j of the channels that were not kept, 0 of the others
     gate_up,  # (E, 2, I, H)
@@ -23,13 +25,14 @@ def exact_kernel(
     recovery,  # (N, K * PIECES, RANK_UP) float32, written: sum over skipped j of w_e p_j b_j
     experts,
     slots,
+    k,
     groups,
-    chunks,
+    listed,
     stored_rank,
     hidden: tl.constexpr,
     channels: tl.constexpr,
-    LIST: tl.constexpr,
-    CHUNKS_UP: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLOTS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
     RANK_UP: tl.constexpr,
@@ -38,6 +41,11 @@ def exact_kernel(
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,  # channels of a recovery program
     PIECES: tl.constexpr,  # of a slot
+    AHEAD: tl.constexpr,  # tokens whose rows are fetched ahead, N or less
+    COARSE_SHIFT: tl.constexpr,
+    COARSE: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The first P: sum over the group of w_e * phi(g_j . x) * (v_j . x) * d_j; the others: recovery of a piece."""
@@ -47,11 +55,22 @@ def exact_kernel(
         inside = h < hidden
         token_x = tl.load(x + token.to(tl.int64) * hidden + h, mask=inside, other=0.0).to(tl.float32)
         y = tl.zeros((HIDDEN_UP,), tl.float32)
+        if AHEAD > 0:
+            # Select lets this kernel start once it has waited for score. While it looks for the border, memory is idle.
+            programs = groups * tl.num_programs(1) // AHEAD
+            other, part = (token * groups + program) // programs, (token * groups + program) % programs
+            if (other < AHEAD) & (part * (32 * WARPS) < slots * channels):
+                _fetch_ahead(
+                    keys + other.to(tl.int64) * slots * channels, histogram + other.to(tl.int64) * HISTOGRAM,
+                    ids + other * slots, gate_up, down, experts, slots, k,
+                    part, hidden, channels, SHARED, SLOTS_UP, COARSE_SHIFT, COARSE, WARPS, DEPENDENT,
+                )  # fmt: skip
+        kept = share_of_token(k, ids + token * slots, experts, slots, SLOTS_UP) if SHARED else k
+        rows += token.to(tl.int64) * listed
+        first = program * (CHANNELS * STEPS)
         wait_for_earlier(DEPENDENT)
         let_next_start(DEPENDENT)
-        chunk, first, stop = _find_group(counts + token * chunks, program, chunks, CHANNELS * STEPS, CHUNKS_UP)
-        rows += (token * chunks + chunk).to(tl.int64) * LIST
-        for step in range(first, stop, CHANNELS):
+        for step in range(first, tl.minimum(first + CHANNELS * STEPS, kept), CHANNELS):
             row_and_weight = tl.load(rows + step + tl.arange(0, CHANNELS))
             row = row_and_weight.to(tl.int32)
             weight = (row_and_weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -81,16 +100,44 @@ def exact_kernel(
 
 
 @triton.jit
-def _find_group(counts, program, chunks, ROWS: tl.constexpr, CHUNKS_UP: tl.constexpr):
-    """The chunk whose list a program takes from, its first entry there and the one behind its last: ROWS or less."""
-    chunk = tl.arange(0, CHUNKS_UP)
-    count = tl.load(counts + chunk, mask=chunk < chunks, other=0)
-    upto = tl.cumsum(tl.cdiv(count, ROWS), axis=0)
-    # The first chunk that goes on behind the group; behind the last one, a chunk without entries.
-    mine = tl.min(tl.where(upto > program, (chunk << 16) | count, CHUNKS_UP << 16), axis=0)
-    before = tl.max(tl.where(upto > program, 0, upto), axis=0)
-    first = (program - before) * ROWS
-    return mine >> 16, first, tl.minimum(first + ROWS, mine & 0xFFFF)
+def _fetch_ahead(
+    keys,
+    histogram,
+    ids,
+    gate_up,
+    down,
+    experts,
+    slots,
+    k,
+    part,
+    hidden: tl.constexpr,
+    channels: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLOTS_UP: tl.constexpr,
+    COARSE_SHIFT: tl.constexpr,
+    COARSE: tl.constexpr,
+    WARPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Send to the L2 cache what is read for certain of a part of a token's channels, of which a lane has one.
+
+    Where there are fewer programs than parts, the rest is read when its turn comes.
+    """
+    lanes = tl.arange(0, 32 * WARPS)
+    candidates = slots * channels
+    inside = part * (32 * WARPS) + lanes < candidates
+    candidate = tl.minimum(part * (32 * WARPS) + lanes, candidates - 1)
+    expert, j = tl.load(ids + candidate // channels).to(tl.int64), candidate % channels
+    key = tl.load(keys + candidate, cache_modifier=".cg")
+    if SHARED:
+        k = share_of_token(k, ids, experts, slots, SLOTS_UP)
+    # Nothing is added, as there are experts: else the compiler would load these two when it has looked for the border.
+    k += (key | expert.to(tl.int32)) & (experts >> 31)
+    certain = inside & (key >= certain_from(histogram, candidates, k, lanes, COARSE_SHIFT, COARSE))
+    gate = gate_up + (expert * (2 * channels) + j) * hidden
+    fetch_to_l2(gate, hidden, certain, DEPENDENT)
+    fetch_to_l2(gate + channels * hidden, hidden, certain, DEPENDENT)
+    fetch_to_l2(down + (expert * channels + j) * hidden, hidden, certain, DEPENDENT)
 
 
 @triton.jit

@@ -175,15 +175,18 @@ def is_less(a, b):
     return ((a - b).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
 
 
+CACHED = tl.constexpr("")  # by the L1 cache too, as loads are that name no cache
+
+
 @triton.jit
-def load_together(pointers, NUMBER: tl.constexpr):
+def load_together(pointers, NUMBER: tl.constexpr, CACHE: tl.constexpr = CACHED):
     """NUMBER tensors (lanes,) of 4 bytes each, that lie in a row at a lane's pointer: 1, 2 or 4."""
     if NUMBER == 1:
-        numbers = (tl.load(pointers),)
+        numbers = (tl.load(pointers, cache_modifier=CACHE),)
     elif NUMBER == 2:
-        numbers = _split_two(tl.load(vector(pointers, 2, 4)))
+        numbers = _split_two(tl.load(vector(pointers, 2, 4), cache_modifier=CACHE))
     else:
-        numbers = _split_four(tl.load(vector(pointers, 4, 4)))
+        numbers = _split_four(tl.load(vector(pointers, 4, 4), cache_modifier=CACHE))
     return numbers
 
 
@@ -208,6 +211,29 @@ def _split_four(four):
     s0, s2 = tl.split(even)
     s1, s3 = tl.split(odd)
     return s0, s1, s2, s3
+
+
+@triton.jit
+def fetch_to_l2(pointers, number, condition, DEPENDENT: tl.constexpr):
+    """Ask for `number` elements from (lanes,) pointers on, where the condition holds, and wait for none of them.
+
+    Nothing where kernels are not dependent: the instruction is as new as that, and what comes before the wait is not.
+    """
+    if DEPENDENT:
+        start, size = whole_units(pointers, number)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $3; }",
+            "=r,l,r,r", [start, size, (condition & (size > 0)).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def whole_units(pointers, number):
+    """Address and size, multiples of 16 bytes, of what `number` elements from (lanes,) pointers on lie in.
+
+    Up to 15 bytes at the end are left out, and nothing lies outside of a tensor that begins at a multiple of 16.
+    """
+    return pointers.to(tl.int64) & -16, number * (pointers.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16
 
 
 @triton.jit

@@ -30,13 +30,15 @@ def rotate_kernel(
     picked,  # (N, nb, 128) int32, written: coordinate, hi and lo of its x' in 2, 1 and 1 bytes, by falling |Rx|
     blocks,  # (N, 3, nb) float32, written: UNIT / 2^e, sum of the picked x', energy of the error of a unit of noise
     histogram,  # (N, HISTOGRAM) int32, cleared for the scores
+    rows,  # (N, listed) int64, -1 written, for the kept channels
     hidden,
+    listed,
     never,  # -1
     COORDINATES: tl.constexpr,
     NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
     NOISE_UNREAD: tl.constexpr,
     HISTOGRAM: tl.constexpr,
-    CLEARED: tl.constexpr,  # by each program
+    nb: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x' = Rx 2^e, to the nearest integer, e such that the largest of the block lies in [2^13, 2^14].
@@ -47,7 +49,7 @@ def rotate_kernel(
     A coordinate's place is the number of larger ones. The last 7 of 24 digits of |Rx| give way to the coordinate, so
     that one comparison orders any two: equals are listed from the left, and so may be two within 2^-16 of each other.
     """
-    block, token, nb = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    block, token = tl.program_id(0), tl.program_id(1)
     at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
     sign = tl.load(signs + at, mask=at < hidden, other=0).to(tl.float32)
     of_token = token.to(tl.int64) * hidden + at
@@ -55,9 +57,13 @@ def rotate_kernel(
     let_next_start(DEPENDENT)
     signed = tl.load(x + of_token, mask=at < hidden, other=0.0).to(tl.float32) * sign
     row = token * nb + block
-    cleared = block * CLEARED + tl.arange(0, triton.next_power_of_2(CLEARED))
-    mine = (cleared < block * CLEARED + CLEARED) & (cleared < HISTOGRAM)
-    tl.store(histogram + token.to(tl.int64) * HISTOGRAM + cleared, tl.zeros_like(cleared), mask=mine)
+    CLEARED: tl.constexpr = (HISTOGRAM + nb - 1) // nb
+    cleared = tl.arange(0, triton.next_power_of_2(CLEARED))
+    mine = (cleared < CLEARED) & (block * CLEARED + cleared < HISTOGRAM)
+    tl.store(histogram + token.to(tl.int64) * HISTOGRAM + block * CLEARED + cleared, 0, mask=mine)
+    for first in range(block * 128, listed, nb * 128):
+        place = first + tl.arange(0, 128)
+        tl.store(rows + token.to(tl.int64) * listed + place, -1, mask=place < listed)
 
     # Every sum runs along the first axis, which lies within a thread: no shuffles.
     half = tl.sum(signed[:, :, None] * _hadamard(16)[:, None, :], axis=0)

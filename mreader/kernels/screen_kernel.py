@@ -9,6 +9,7 @@ from mreader.kernels.intrinsics import (
     add_codes,
     as_float,
     byte_of_lane,
+    fetch_to_l2,
     let_next_start,
     load_together,
     selector_of_lane,
@@ -26,19 +27,27 @@ def screen_kernel(
     picked,  # (N, nb, 128) int32, from rotate_kernel
     blocks,  # (N, 3, nb) float32, from rotate_kernel
     ids,  # (N, K) int
+    scales,  # (E, nb, T, 2, 64) float16
+    errors,  # (E, nb, T, 2, 64) bfloat16
+    down_norms,  # (E, I) float16
+    coeffs,  # (E, I, stored rank) float16
     sums,  # (N, K, nb, PARTS, T up to whole strips, 2, 64) float16, written: of a tile's gate, then up
     experts,
     slots,
-    tiles,
     nothing,  # 0
     never,  # -1
+    channels: tl.constexpr,
     nb: tl.constexpr,
+    stored_rank: tl.constexpr,
     ZERO: tl.constexpr,  # the code of weight 0: value = (code - ZERO) * scale
     SHARE: tl.constexpr,  # coordinates of a part
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,  # of a lane and coordinate: 8 WORDS are a strip
     STRIPS: tl.constexpr,  # that hold all words of a coordinate
     LOADED: tl.constexpr,  # coordinates whose words a warp has under way at a time
+    SCORE: tl.constexpr,
+    RANK: tl.constexpr,
+    AHEAD: tl.constexpr,  # 1 where what score reads is fetched ahead, else 0
     WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -47,11 +56,21 @@ def screen_kernel(
     Lane 4 g + t loads WORDS words of a quarter t of the coordinates, and gets 4 channels of each word: an integer
     product of matrices sums over the lanes of a g, exactly. Nothing waits for another warp.
     """
+    tiles: tl.constexpr = (channels + 63) // 64
+    PROGRAMS: tl.constexpr = (nb * PARTS * STRIPS + WARPS - 1) // WARPS
     here = tl.program_id(1)
     token = here // slots
     expert = tl.load(ids + here).to(tl.int64)
     # A slot without expert takes the same way with expert 0, so that no branch holds up the loads.
     expert = tl.where((expert >= 0) & (expert < experts), expert, 0)
+    if AHEAD > 0:
+        # Rotate lets this kernel start once the ids are known. While it is at work, memory is idle.
+        _fetch_part(scales, expert, nb * 128 * tiles, PROGRAMS, WARPS, DEPENDENT)
+        _fetch_part(down_norms, expert, channels, PROGRAMS, WARPS, DEPENDENT)
+        if SCORE == "rho":
+            _fetch_part(errors, expert, nb * 128 * tiles, PROGRAMS, WARPS, DEPENDENT)
+        if SCORE != "norm" and stored_rank == RANK:  # else it reads some of each row
+            _fetch_part(coeffs, expert, channels * stored_rank, PROGRAMS, WARPS, DEPENDENT)
     lane = tl.arange(0, WARPS * 32) % 32
     # Warps side by side read what lies side by side. Behind the last one they repeat it, and lanes behind the last word
     # take the first.
@@ -71,6 +90,18 @@ def screen_kernel(
     to = sums + (of_warp * (8 * WORDS) + of_strip) * 16 + lane % 4 * 4
     for w in tl.static_range(WORDS):
         tl.store(vector(to + w * 16, 4, 2), (_sum_of_word(a, w, unit) + (offset * unit)[:, None]).to(tl.float16))
+
+
+@triton.jit
+def _fetch_part(
+    tensor, expert, NUMBER: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Send what score reads of an expert to the L2 cache: a part of its elements, by one lane."""
+    thread = tl.arange(0, WARPS * 32)
+    PART: tl.constexpr = (NUMBER + 64 * PROGRAMS - 1) // (64 * PROGRAMS) * 64
+    first = tl.program_id(0) * PART
+    here = tensor + (expert * NUMBER + first) + thread * 0
+    fetch_to_l2(here, tl.minimum(PART, NUMBER - first), thread == 0, DEPENDENT)
 
 
 @triton.jit

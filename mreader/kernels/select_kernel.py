@@ -1,8 +1,7 @@
 """The exact top k of a token: one program a (chunk of its candidates, token), and no word between them.
 
-Nor, where no ranks are counted, between the warps of a program: each looks for the border by itself. Tensors are
-(lanes,), a number for each of the lanes of all warps, and tuples of these: there is but one layout that they can have.
-What is found for a warp is the same in its lanes.
+Each warp looks for the border by itself. Tensors are (lanes,), a number for each of the lanes of all warps, and tuples
+of these: there is but one layout that they can have. What is found for a warp is the same in its lanes.
 """
 
 # Candidate c = slot * I + j; of a chunk, (warp * words + word) * 32 + lane.
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mreader.kernels.intrinsics import (
+    CACHED,
     ballot,
     count_bits,
     count_equals,
@@ -54,17 +54,15 @@ def select_kernel(
     histogram,  # (N, COARSE + FINE) int32, from score_kernel: candidates by upper bits of their key, see count_key
     ids,  # (N, K) int
     weights,  # (N, K) any float
-    rows,  # (N, chunks, LIST) int64, written: row e * I + j in the low half, w_e as float32 in the high; -1 behind them
-    counts,  # (N, chunks) int32, written: kept ones of the chunk
+    rows,  # (N, listed) int64, -1 before; written: row e * I + j in the low half, w_e as float32 in the high
     estimates,  # (N, K, I) float32: w_e p_j; zeros are written for the kept ones
     experts,
     slots,
     k,
+    listed,
     never,  # -1
     channels: tl.constexpr,
     CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
-    PADDING: tl.constexpr,
     AT_ONCE: tl.constexpr,  # keys that a lane looks at side by side, a multiple of 4
     SHARED: tl.constexpr,  # whether a token has round(k n / K) channels, of n experts here
     SLOTS_UP: tl.constexpr,
@@ -75,13 +73,16 @@ def select_kernel(
     WARPS: tl.constexpr,  # of the program; CHUNK // 32 or less
     DEPENDENT: tl.constexpr,
 ):
-    """The candidates of a chunk that belong to the token's k largest, in order."""
+    """List the candidates of a chunk that belong to the token's k largest.
+
+    First come, in order, those above the border's bin, where that is not kept whole; then the bin's own, by rank.
+    """
     WORDS: tl.constexpr = CHUNK // WARPS // 32
     # Keys that a lane loads at once: 16 bytes, where every token's begin at a multiple of them.
     EACH: tl.constexpr = min(CHUNK // 32, 4 if channels % 4 == 0 else 1)
-    chunk, chunks, token = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64)
     candidates = slots * channels
-    start = chunk * CHUNK
+    start = tl.program_id(0) * CHUNK
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
     own = start + warp * (32 * WORDS) + lane
@@ -91,15 +92,11 @@ def select_kernel(
         entry = entry + ((row.to(tl.int64) & 0xFFFFFFFF) | (weight.to(tl.int64) << 32),)
         known |= row ^ weight
     if SHARED:
-        of_token = tl.arange(0, SLOTS_UP)
-        here = tl.load(ids + token * slots + of_token, mask=of_token < slots, other=-1)
-        n = tl.sum(((here >= 0) & (here < experts)).to(tl.int32), axis=0)
-        k = (2 * k * n + slots) // (2 * slots)
+        k = share_of_token(k, ids + token * slots, experts, slots, SLOTS_UP)
     keys += token * candidates
     estimates += token * candidates + own
     histogram += token * (COARSE + FINE)
-    counts += token * chunks + chunk
-    rows += (token * chunks + chunk) * LIST
+    rows += token * listed
     coarse_bins = histogram + lane * (COARSE // 32)
     fine_bins = histogram + COARSE + lane * ((1 << (COARSE_SHIFT - FINE_SHIFT)) // 32)
     in_chunk, share = _look_at_chunk(keys, start, candidates, lane, warp, CHUNK, WARPS, EACH)
@@ -114,25 +111,54 @@ def select_kernel(
         of_chunk = of_chunk + load_together(in_chunk[part], EACH)
     for word in tl.static_range(WORDS):
         key = key + (tl.load(keys + own + word * 32, mask=own + word * 32 < candidates, other=0),)
-    skipped = candidates - tl.maximum(k, 1) + (_or(of_chunk + key) & (never + 1))
+    earlier = _load_keys(keys, thread, 0, tl.minimum(start, candidates - EACH), AT_ONCE, EACH)
+    skipped = candidates - tl.maximum(k, 1) + (_or(earlier + of_chunk + key) & (never + 1))
     low, high = _border(coarse, skipped, histogram, fine_bins, lane, COARSE_SHIFT, FINE_SHIFT, FINE)
     lowest = tl.where(k > 0, 1, _NO_KEY)
     low, high = tl.maximum(low, lowest), tl.maximum(high, lowest)
-    before, number = _count_in_chunk(of_chunk, share, high)
     kept, open_key = (), ()
     for word in tl.static_range(WORDS):
         kept = kept + (key[word] >= high,)
         open_key = open_key + (tl.where((key[word] >= low) & (key[word] < high), key[word], 0),)
-    _write_list(rows, counts, estimates, entry, kept, before, number, thread, PADDING)
-    # Few chunks hold some of a bin that is not kept whole. Before it is known, the others have their lists on the way.
-    largest = tl.max(_largest_below(_NO_KEY, open_key), axis=0)
-    if largest > 0:
-        border, room = _border_among(open_key, largest, keys, k, start, candidates, never, thread, AT_ONCE, EACH)
-        before, number = _count_in_chunk(of_chunk, share, border + 1)
-        before_equals, number_equals = _count_in_chunk(of_chunk, share, border)
-        kept = _keep_some(key, border, room - (before_equals - before), lane)
-        before, number = tl.minimum(before + room, before_equals), tl.minimum(number + room, number_equals)
-        _write_list(rows, counts, estimates, entry, kept, before, number, thread, PADDING)
+    ahead = _count_ahead(earlier, thread, 0, start, candidates, high - 1, _NO_KEY, EACH)
+    for first in range(AT_ONCE * 32 * WARPS, start, AT_ONCE * 32 * WARPS):
+        more = _load_keys(keys, thread, first, tl.minimum(start, candidates - EACH), AT_ONCE, EACH)
+        ahead += _count_ahead(more, thread, first, start, candidates, high - 1, _NO_KEY, EACH)
+    ahead, largest = tl.reduce((ahead, _largest_below(_NO_KEY, open_key)), 0, _add_and_max)
+    place = _places(kept, ahead + _count_in_chunk(of_chunk, share, high), lane)
+    _write_list(rows, estimates, entry, kept, place)
+    # Few chunks hold some of a bin that is not kept whole, and bins have few members. Equals are ranked at once.
+    while largest > 0:
+        border = largest
+        ahead, equal, equals = lane * 0, (), lane * 0
+        for first in range(0, candidates, AT_ONCE * 32 * WARPS):
+            found = _load_keys(keys, thread, first, candidates - EACH, AT_ONCE, EACH)
+            # Nothing is added: else the compiler would have some under way only when it has looked at others.
+            larger = border + (_or(found) & (never + 1))
+            ahead += _count_ahead(found, thread, first, start, candidates, larger - 1, larger, EACH)
+        for word in tl.static_range(WORDS):
+            equal = equal + (open_key[word] == border,)
+            equals += equal[word].to(tl.int32)
+        # Both in one sum: candidates are fewer than 2^16.
+        ahead, largest = tl.reduce((ahead << 16 | equals, _largest_below(border, open_key)), 0, _add_and_max)
+        number, ahead = ahead & 0xFFFF, ahead >> 16 & 0xFFFF
+        of_warps = _count_in_chunk(of_chunk, share, border) - _count_in_chunk(of_chunk, share, border + 1)
+        place = _places(equal, ahead + of_warps, lane)
+        kept = ()
+        for word in tl.static_range(WORDS):
+            kept = kept + (equal[word] & (place[word] < k),)
+        _write_list(rows, estimates, entry, kept, place)
+        # Where not all of these are kept, no smaller one is.
+        largest = tl.where(ahead + number < k, largest, 0)
+
+
+@triton.jit
+def share_of_token(k, ids, experts, slots, SLOTS_UP: tl.constexpr):
+    """round(k n / K), n of the K experts being here."""
+    slot = tl.arange(0, SLOTS_UP)
+    here = tl.load(ids + slot, mask=slot < slots, other=-1)
+    n = tl.sum(((here >= 0) & (here < experts)).to(tl.int32), axis=0)
+    return (2 * k * n + slots) // (2 * slots)
 
 
 @triton.jit
@@ -149,20 +175,20 @@ def _entry(candidate, ids, weights, experts, slots, channels: tl.constexpr):
 def _look_at_chunk(keys, start, candidates, lane, warp, CHUNK: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr):
     """Two tuples of (lanes,): pointers to EACH keys of the chunk, of which every warp looks at all; what one counts.
 
-    Two counts share an int32: in its upper half those that an earlier warp lists. A key behind the last counts nothing.
+    That is 1 for those of an earlier warp, and else 0.
     """
     pointers, share = (), ()
     for part in tl.static_range(CHUNK // (32 * EACH)):
         place = (part * 32 + lane) * EACH
         pointers = pointers + (keys + tl.minimum(start + place, candidates - EACH),)
-        one = tl.where(place < warp * (CHUNK // WARPS), 0x10001, 1)
-        share = share + (tl.where(start + place < candidates, one, 0),)
+        earlier = (place < warp * (CHUNK // WARPS)) & (start + place < candidates)
+        share = share + (earlier.to(tl.int32),)
     return pointers, share
 
 
 @triton.jit
 def _count_in_chunk(of_chunk, share, least):
-    """(lanes,) int32 each: keys of the chunk from `least` on, those that earlier warps list, and all."""
+    """(lanes,) int32: keys of the chunk's earlier warps from `least` on."""
     EACH: tl.constexpr = len(of_chunk) // len(share)
     count = 0
     for part in tl.static_range(len(share)):
@@ -170,27 +196,19 @@ def _count_in_chunk(of_chunk, share, least):
         for i in tl.static_range(EACH):
             of_part += is_less(least - 1, of_chunk[part * EACH + i])
         count += of_part * share[part]
-    count = _sum_of_warp(count)
-    return count >> 16, count & 0xFFFF
+    return _sum_of_warp(count)
 
 
 @triton.jit
-def _write_list(rows, count, estimates, entry, kept, before, number, thread, PADDING: tl.constexpr):
-    """The kept ones' entries, -1 behind them, and their number; zeros for their estimates.
+def _write_list(rows, estimates, entry, kept, place):
+    """The kept ones' entries at their places, and zeros for their estimates.
 
-    rows, count: those of the chunk
-    estimates:   (lanes,) pointers, to a lane's first candidate
-    entry, kept: as many tensors (lanes,) as a warp has words, int64 and bool
-    before:      (lanes,) int32 - kept ones of earlier warps
-    number:      (lanes,) int32 - of all warps
+    estimates:          (lanes,) pointers, to a lane's first candidate
+    entry, kept, place: as many tensors (lanes,) as a warp has words: int64, bool, int32
     """
-    place = _places(kept, before, thread % 32)
     for word in tl.static_range(len(kept)):
         tl.store(rows + place[word], entry[word], mask=kept[word])
-        tl.store(estimates + word * 32, tl.zeros_like(number).to(tl.float32), mask=kept[word])
-    for first in tl.static_range(0, PADDING, thread.shape[0]):
-        tl.store(rows + number + first + thread, tl.full(thread.shape, -1, tl.int64), mask=first + thread < PADDING)
-    tl.store(count + thread, number, mask=thread == 0)
+        tl.store(estimates + word * 32, tl.zeros_like(place[word]).to(tl.float32), mask=kept[word])
 
 
 @triton.jit
@@ -202,6 +220,20 @@ def _places(kept, before, lane):
         place = place + (before + count_bits(bits & ((1 << lane) - 1)),)
         before += count_bits(bits)
     return place
+
+
+@triton.jit
+def certain_from(histogram, candidates, k, thread, COARSE_SHIFT: tl.constexpr, COARSE: tl.constexpr):
+    """(lanes,) int32: a key such that all from it on are kept, found by the coarse bins alone; never 0.
+
+    For programs that have not waited for select: they read past the L1 cache, which may hold what was there earlier.
+    One warp of a program does: many ask for these bins at a time, which come from one place, and one after the other.
+    """
+    looks = thread < 32
+    coarse = _load_bins(histogram + tl.where(looks, thread, 0) * (COARSE // 32), COARSE, ".cg")
+    bin, _ = _look_up(coarse, candidates - tl.maximum(k, 1), thread % 32)
+    bin = tl.max(tl.where(looks, bin, 0), axis=0)
+    return tl.where(k > 0, (bin + 1) << COARSE_SHIFT, _NO_KEY)
 
 
 @triton.jit
@@ -239,11 +271,11 @@ def _border(
 
 
 @triton.jit
-def _load_bins(bins, BINS: tl.constexpr):
+def _load_bins(bins, BINS: tl.constexpr, CACHE: tl.constexpr = CACHED):
     """BINS / 32 tensors (lanes,) int32: counts of consecutive bins, from a lane's pointer on; a warp has all."""
     count = ()
     for first in tl.static_range(0, BINS // 32, 4):
-        count = count + load_together(bins + first, 4)
+        count = count + load_together(bins + first, 4, CACHE)
     return count
 
 
@@ -333,71 +365,28 @@ def _largest_below(bound, key):
 
 
 @triton.jit
-def _border_among(
-    open_key,  # a lane's keys of the bin that is not kept whole, 0 elsewhere
-    largest,  # of these
-    keys,  # (candidates,) int32: those of all candidates of the token
-    k,
-    start,  # of the chunk
-    candidates,
-    never,  # -1
-    thread,
-    AT_ONCE: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """int32 each: keys above the first are kept, and of those equal to it as many as the second says.
-
-    A bin has few members, and their ranks are counted, those of equals at once.
-    """
-    border, room = -1, 0  # that begin differently: see README.md
-    while largest > 0:
-        border = largest
-        equals = 0
-        for word in tl.static_range(len(open_key)):
-            equals += (open_key[word] == border).to(tl.int32)
-        ahead = _count_ahead(keys, border, start, candidates, never, thread, AT_ONCE, EACH)
-        # Both in one sum: candidates are fewer than 2^16.
-        count = tl.sum(_by_warp(ahead << 16 | equals), axis=1)
-        smaller = tl.max(_by_warp(_largest_below(border, open_key)), axis=1)
-        count, smaller = tl.reduce((count, smaller), 0, _add_and_max)
-        equals, room = count & 0xFFFF, tl.maximum(k - (count >> 16 & 0xFFFF), 0)
-        # Where not all of these are kept, no smaller one is.
-        largest = tl.where(equals < room, smaller, 0)
-    return border, room
-
-
-@triton.jit
 def _add_and_max(a, b, other_a, other_b):
     return a + other_a, tl.maximum(b, other_b)
 
 
 @triton.jit
-def _count_ahead(keys, key, start, candidates, never, thread, AT_ONCE: tl.constexpr, EACH: tl.constexpr):
-    """(lanes,) int32: candidates of a lane before those of this key from `start` on: larger, or equal and lower."""
-    lanes: tl.constexpr = thread.shape[0]
-    ahead = thread * 0
-    for first in range(0, candidates, AT_ONCE * lanes):
-        at = first + thread * EACH
-        found = ()
-        for part in tl.static_range(0, AT_ONCE * lanes, EACH * lanes):
-            found = found + load_together(keys + tl.minimum(at + part, candidates - EACH), EACH)
-        # Nothing is added: else the compiler would have some under way only when it has looked at others.
-        border = key + (_or(found) & (never + 1))
-        for part in tl.static_range(AT_ONCE // EACH):
-            place = at + part * (EACH * lanes)
-            less = tl.where(place < candidates, border - (place < start).to(tl.int32), _NO_KEY)
-            for i in tl.static_range(EACH):
-                ahead += is_less(less, found[part * EACH + i])
-    return ahead
+def _load_keys(keys, thread, first, last, AT_ONCE: tl.constexpr, EACH: tl.constexpr):
+    """AT_ONCE tensors (lanes,) int32: keys from `first` on, EACH side by side in a lane; behind `last` those again."""
+    LANES: tl.constexpr = thread.shape[0]
+    found = ()
+    for part in tl.static_range(0, AT_ONCE * LANES, EACH * LANES):
+        found = found + load_together(keys + tl.minimum(first + part + thread * EACH, last), EACH)
+    return found
 
 
 @triton.jit
-def _keep_some(key, border, room, lane):
-    """Tensors (lanes,) bool: whether a lane's key is above the border, or among the first `room` of a warp on it."""
-    equal, kept = (), ()
-    for word in tl.static_range(len(key)):
-        equal = equal + (key[word] == border,)
-    place = _places(equal, 0, lane)
-    for word in tl.static_range(len(key)):
-        kept = kept + ((key[word] > border) | equal[word] & (place[word] < room),)
-    return kept
+def _count_ahead(found, thread, first, start, candidates, before, behind, EACH: tl.constexpr):
+    """(lanes,) int32: of keys as _load_keys has them, those above `before` up to `start`, above `behind` from it on."""
+    LANES: tl.constexpr = thread.shape[0]
+    count = thread * 0
+    for part in tl.static_range(len(found) // EACH):
+        place = first + part * (EACH * LANES) + thread * EACH
+        less = tl.where(place < candidates, tl.where(place < start, before, behind), _NO_KEY)
+        for i in tl.static_range(EACH):
+            count += is_less(less, found[part * EACH + i])
+    return count
