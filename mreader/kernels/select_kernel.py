@@ -127,29 +127,24 @@ def select_kernel(
     ahead, largest = tl.reduce((ahead, _largest_below(_NO_KEY, open_key)), 0, _add_and_max)
     place = _places(kept, ahead + _count_in_chunk(of_chunk, share, high), lane)
     _write_list(rows, estimates, entry, kept, place)
-    # Few chunks hold some of a bin that is not kept whole, and bins have few members. Equals are ranked at once.
-    while largest > 0:
-        border = largest
-        ahead, equal, equals = lane * 0, (), lane * 0
-        for first in range(0, candidates, AT_ONCE * 32 * WARPS):
-            found = _load_keys(keys, thread, first, candidates - EACH, AT_ONCE, EACH)
-            # Nothing is added: else the compiler would have some under way only when it has looked at others.
-            larger = border + (_or(found) & (never + 1))
-            ahead += _count_ahead(found, thread, first, start, candidates, larger - 1, larger, EACH)
-        for word in tl.static_range(WORDS):
-            equal = equal + (open_key[word] == border,)
-            equals += equal[word].to(tl.int32)
-        # Both in one sum: candidates are fewer than 2^16.
-        ahead, largest = tl.reduce((ahead << 16 | equals, _largest_below(border, open_key)), 0, _add_and_max)
-        number, ahead = ahead & 0xFFFF, ahead >> 16 & 0xFFFF
-        of_warps = _count_in_chunk(of_chunk, share, border) - _count_in_chunk(of_chunk, share, border + 1)
-        place = _places(equal, ahead + of_warps, lane)
-        kept = ()
-        for word in tl.static_range(WORDS):
-            kept = kept + (equal[word] & (place[word] < k),)
-        _write_list(rows, estimates, entry, kept, place)
-        # Where not all of these are kept, no smaller one is.
-        largest = tl.where(ahead + number < k, largest, 0)
+    # Few chunks hold some of a bin that is not kept whole.
+    if largest > 0:
+        _list_by_rank(
+            rows,
+            estimates,
+            entry,
+            open_key,
+            largest,
+            keys,
+            of_chunk,
+            share,
+            k,
+            start,
+            candidates,
+            never,
+            thread,
+            AT_ONCE,
+        )
 
 
 @triton.jit
@@ -209,6 +204,50 @@ def _write_list(rows, estimates, entry, kept, place):
     for word in tl.static_range(len(kept)):
         tl.store(rows + place[word], entry[word], mask=kept[word])
         tl.store(estimates + word * 32, tl.zeros_like(place[word]).to(tl.float32), mask=kept[word])
+
+
+@triton.jit
+def _list_by_rank(
+    rows,
+    estimates,
+    entry,  # as many tensors (lanes,) int64 as a warp has words
+    open_key,  # as many int32: keys of the bin that is not kept whole, 0 elsewhere
+    largest,  # of these
+    keys,  # (candidates,) int32: those of all candidates of the token
+    of_chunk,
+    share,
+    k,
+    start,  # of the chunk
+    candidates,
+    never,  # -1
+    thread,
+    AT_ONCE: tl.constexpr,
+):
+    """List those of the open ones whose rank is below k, at their rank. They are few; equals are ranked at once."""
+    EACH: tl.constexpr = len(of_chunk) // len(share)
+    LANES: tl.constexpr = thread.shape[0]
+    while largest > 0:
+        border = largest
+        ahead, equal, equals = thread * 0, (), thread * 0
+        for first in range(0, candidates, AT_ONCE * LANES):
+            found = _load_keys(keys, thread, first, candidates - EACH, AT_ONCE, EACH)
+            # Nothing is added: else the compiler would have some under way only when it has looked at others.
+            larger = border + (_or(found) & (never + 1))
+            ahead += _count_ahead(found, thread, first, start, candidates, larger - 1, larger, EACH)
+        for word in tl.static_range(len(open_key)):
+            equal = equal + (open_key[word] == border,)
+            equals += equal[word].to(tl.int32)
+        # Both in one sum: candidates are fewer than 2^16.
+        ahead, largest = tl.reduce((ahead << 16 | equals, _largest_below(border, open_key)), 0, _add_and_max)
+        number, ahead = ahead & 0xFFFF, ahead >> 16 & 0xFFFF
+        of_warps = _count_in_chunk(of_chunk, share, border) - _count_in_chunk(of_chunk, share, border + 1)
+        place = _places(equal, ahead + of_warps, thread % 32)
+        kept = ()
+        for word in tl.static_range(len(open_key)):
+            kept = kept + (equal[word] & (place[word] < k),)
+        _write_list(rows, estimates, entry, kept, place)
+        # Where not all of these are kept, no smaller one is.
+        largest = tl.where(ahead + number < k, largest, 0)
 
 
 @triton.jit
