@@ -251,6 +251,11 @@ RuntimeError: Engine core initialization failed. See root cause above.
             "  Value error, the length is too long. [type=value_error, input_value=...]\n    For further information\n",
             "pydantic.ValidationError: 1 validation error for ModelConfig Value error, the length is too long.",
         ),
+        (
+            "Traceback (most recent call last):\nasyncio.exceptions.CancelledError: Task cancelled\n"
+            "Traceback (most recent call last):\nvllm.EngineDeadError: EngineCore encountered an issue.\n",
+            "vllm.EngineDeadError: EngineCore encountered an issue.",
+        ),
         ("WARNING ImportError: not here\none\n\ntwo\nthree\nfour\n", "two | three | four"),
         ("", "it printed nothing"),
     ],

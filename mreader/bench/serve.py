@@ -325,10 +325,14 @@ def _describe_end(server: subprocess.Popen[bytes], log: Path, told: int) -> str 
 
 
 def describe_failure(log: str) -> str:
-    """Why a server failed: the error of the first traceback in its log, or of its last line, or else its last lines."""
+    """Why a server failed: the first error behind a traceback in its log, or its last line's, or else its last lines.
+
+    Tasks that are cancelled are so because of something else.
+    """
     _, _, traced = log.partition("Traceback (most recent call last)")
-    if error := _ERROR.search(traced):
-        return " ".join(error[1].split())
+    errors = (" ".join(error[1].split()) for error in _ERROR.finditer(traced))
+    if error := next((error for error in errors if "CancelledError" not in error.split(":")[0]), None):
+        return error
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     told = 1 if lines and " error: " in lines[-1] else 3
     return " | ".join(lines[-told:]) or "it printed nothing"
