@@ -175,7 +175,7 @@ def is_less(a, b):
     return ((a - b).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
 
 
-CACHED = tl.constexpr("")  # by the L1 cache too, as loads are that name no cache
+CACHED = tl.constexpr("")  # the cache modifier of a plain load
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def _split_four(four):
 def fetch_to_l2(pointers, number, condition, DEPENDENT: tl.constexpr):
     """Ask for `number` elements from (lanes,) pointers on, where the condition holds, and wait for none of them.
 
-    Nothing where kernels are not dependent: the instruction is as new as that, and what comes before the wait is not.
+    Nothing on GPUs before Hopper: they have neither the instruction nor a time before a kernel waits.
     """
     if DEPENDENT:
         start, size = whole_units(pointers, number)

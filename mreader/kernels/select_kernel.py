@@ -99,7 +99,7 @@ def select_kernel(
     rows += token * listed
     coarse_bins = histogram + lane * (COARSE // 32)
     fine_bins = histogram + COARSE + lane * ((1 << (COARSE_SHIFT - FINE_SHIFT)) // 32)
-    in_chunk, share = _look_at_chunk(keys, start, candidates, lane, warp, CHUNK, WARPS, EACH)
+    in_chunk, is_earlier = _look_at_chunk(keys, start, candidates, lane, warp, CHUNK, WARPS, EACH)
     known |= _bits((coarse_bins,) + in_chunk)
     wait_for_earlier_after(known & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
@@ -125,7 +125,7 @@ def select_kernel(
         more = _load_keys(keys, thread, first, tl.minimum(start, candidates - EACH), AT_ONCE, EACH)
         ahead += _count_ahead(more, thread, first, start, candidates, high - 1, _NO_KEY, EACH)
     ahead, largest = tl.reduce((ahead, _largest_below(_NO_KEY, open_key)), 0, _add_and_max)
-    place = _places(kept, ahead + _count_in_chunk(of_chunk, share, high), lane)
+    place = _places(kept, ahead + _count_in_chunk(of_chunk, is_earlier, high), lane)
     _write_list(rows, estimates, entry, kept, place)
     # Few chunks hold some of a bin that is not kept whole.
     if largest > 0:
@@ -137,7 +137,7 @@ def select_kernel(
             largest,
             keys,
             of_chunk,
-            share,
+            is_earlier,
             k,
             start,
             candidates,
@@ -168,29 +168,29 @@ def _entry(candidate, ids, weights, experts, slots, channels: tl.constexpr):
 
 @triton.jit
 def _look_at_chunk(keys, start, candidates, lane, warp, CHUNK: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr):
-    """Two tuples of (lanes,): pointers to EACH keys of the chunk, of which every warp looks at all; what one counts.
+    """Two tuples of (lanes,): pointers to EACH keys of the chunk; 1 where these are an earlier warp's, else 0.
 
-    That is 1 for those of an earlier warp, and else 0.
+    Every warp looks at all keys of the chunk.
     """
-    pointers, share = (), ()
+    pointers, is_earlier = (), ()
     for part in tl.static_range(CHUNK // (32 * EACH)):
         place = (part * 32 + lane) * EACH
         pointers = pointers + (keys + tl.minimum(start + place, candidates - EACH),)
         earlier = (place < warp * (CHUNK // WARPS)) & (start + place < candidates)
-        share = share + (earlier.to(tl.int32),)
-    return pointers, share
+        is_earlier = is_earlier + (earlier.to(tl.int32),)
+    return pointers, is_earlier
 
 
 @triton.jit
-def _count_in_chunk(of_chunk, share, least):
+def _count_in_chunk(of_chunk, is_earlier, least):
     """(lanes,) int32: keys of the chunk's earlier warps from `least` on."""
-    EACH: tl.constexpr = len(of_chunk) // len(share)
+    EACH: tl.constexpr = len(of_chunk) // len(is_earlier)
     count = 0
-    for part in tl.static_range(len(share)):
+    for part in tl.static_range(len(is_earlier)):
         of_part = 0
         for i in tl.static_range(EACH):
             of_part += is_less(least - 1, of_chunk[part * EACH + i])
-        count += of_part * share[part]
+        count += of_part * is_earlier[part]
     return _sum_of_warp(count)
 
 
@@ -215,7 +215,7 @@ def _list_by_rank(
     largest,  # of these
     keys,  # (candidates,) int32: those of all candidates of the token
     of_chunk,
-    share,
+    is_earlier,
     k,
     start,  # of the chunk
     candidates,
@@ -224,7 +224,7 @@ def _list_by_rank(
     AT_ONCE: tl.constexpr,
 ):
     """List those of the open ones whose rank is below k, at their rank. They are few; equals are ranked at once."""
-    EACH: tl.constexpr = len(of_chunk) // len(share)
+    EACH: tl.constexpr = len(of_chunk) // len(is_earlier)
     LANES: tl.constexpr = thread.shape[0]
     while largest > 0:
         border = largest
@@ -240,7 +240,7 @@ def _list_by_rank(
         # Both in one sum: candidates are fewer than 2^16.
         ahead, largest = tl.reduce((ahead << 16 | equals, _largest_below(border, open_key)), 0, _add_and_max)
         number, ahead = ahead & 0xFFFF, ahead >> 16 & 0xFFFF
-        of_warps = _count_in_chunk(of_chunk, share, border) - _count_in_chunk(of_chunk, share, border + 1)
+        of_warps = _count_in_chunk(of_chunk, is_earlier, border) - _count_in_chunk(of_chunk, is_earlier, border + 1)
         place = _places(equal, ahead + of_warps, thread % 32)
         kept = ()
         for word in tl.static_range(len(open_key)):
