@@ -150,6 +150,29 @@ def test_a_damaged_file_is_named_with_a_remedy(text: str) -> None:
         configuration("screen", H200, QWEN3, 1)
 
 
+SHAPE = "shape = { experts = 4, routed = 2, hidden = 64, channels = 8 }"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (SHAPE.replace("64", "0"), "hidden = 0"),
+        (SHAPE.replace("= 4,", "= 'a',"), "experts = 'a'"),
+        (SHAPE + "\nsparse_up_to = 'a'", "sparse_up_to = 'a'"),
+        (SHAPE + "\n[measured.batch.0]\nexact = { steps = 1 }", "batch = 0"),
+        (SHAPE + "\n[measured.batch.1]\nexact = { steps = 0 }", "exact steps = 0"),
+        (SHAPE + "\n[measured.batch.1]\nexact = { ahead = -1 }", "exact ahead = -1"),
+        (SHAPE + "\n[measured.batch.1]\nexact = { ahead = true }", "exact ahead = True"),
+        (SHAPE + "\n[measured.batch.1]\nscreen = { ahead = 0.9 }", "screen ahead = 0.9"),
+    ],
+)
+def test_numbers_that_are_none_are_named_with_their_file(text: str, what: str) -> None:
+    user_file().parent.mkdir(parents=True)
+    user_file().write_text(f"[[measured]]\ndevice = 'x'\n{text}\n")
+    with pytest.raises(UsageError, match=rf"tuning\.toml is no tuning file: {what} \(remove it"):
+        configuration("screen", H200, QWEN3, 1)
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--out"):

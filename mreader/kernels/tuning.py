@@ -202,16 +202,29 @@ def _parse_measured(data: Mapping[str, Any]) -> tuple[Measured, ...]:
     return tuple(
         Measured(
             str(entry["device"]),
-            LayerShape(**entry["shape"]),
-            entry.get("sparse_up_to"),
-            {int(batch): _parse_kernels(kernels) for batch, kernels in entry.get("batch", {}).items()},
+            LayerShape(**{name: _number(name, size) for name, size in entry["shape"].items()}),
+            _number("sparse_up_to", entry["sparse_up_to"], 0) if "sparse_up_to" in entry else None,
+            {
+                _number("batch", int(batch)): _parse_kernels(kernels)
+                for batch, kernels in entry.get("batch", {}).items()
+            },
         )
         for entry in data.get("measured", [])
     )
 
 
 def _parse_kernels(kernels: Mapping[str, Any]) -> dict[str, Parameters]:
-    return {kernel: {name: int(value) for name, value in found.items()} for kernel, found in kernels.items()}
+    return {
+        kernel: {name: _number(f"{kernel} {name}", value, name != "ahead") for name, value in found.items()}
+        for kernel, found in kernels.items()
+    }
+
+
+def _number(name: str, value: object, least: int = 1) -> int:
+    """The value. ValueError where it is no whole number, or less than `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} = {value!r}")
+    return value
 
 
 def _format_entry(entry: Measured) -> str:
