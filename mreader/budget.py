@@ -27,11 +27,13 @@ class Layout:
 
     code_runs:       (code, I) -> bytes of each run that holds one coordinate's gate and up codes
     stored_channels: I -> channels that a block's scales are stored for
+    norm_bytes:      of a channel: ||d_j||, and what belongs to it
     """
 
     name: str
     code_runs: Callable[[Code, int], tuple[int, ...]]
     stored_channels: Callable[[int], int]
+    norm_bytes: int
 
 
 def _disk_runs(code: Code, channels: int) -> tuple[int, ...]:
@@ -42,7 +44,7 @@ def _as_they_are(channels: int) -> int:
     return channels
 
 
-DISK = Layout("disk", _disk_runs, _as_they_are)
+DISK = Layout("disk", _disk_runs, _as_they_are, norm_bytes=2)
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _sketch_sectors(shape: BlockShape, coordinates: int, score: str) -> float:
     runs = shape.layout.code_runs(shape.code, shape.channels)
     block_values = 2 * blocks * shape.layout.stored_channels(shape.channels)
     of_blocks = 2 * _run_sectors(block_values, block_values) * (2 if get_score(score).reads_errors else 1)
-    norms = 2 * shape.channels
+    norms = shape.layout.norm_bytes * shape.channels
     codes = blocks * coordinates * sum(_run_sectors(run, run) for run in runs)
     return shape.routed * (codes + of_blocks + _run_sectors(norms, norms))
 

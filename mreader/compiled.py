@@ -31,10 +31,13 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Up to so many products of two numbers are summed by reductions, which fuse with their neighbours, keep a GPU busy with
 # few rows, and take key heads as they are stored; a matrix product reads each number once, and wins with more of them.
 _FEW_PRODUCTS, _FEW_SCORES = 1 << 23, 1 << 22
-_FEW_NUMBERS = 1024  # whose places are found by comparing all with all
-# For the compiler. A rotary embedding concatenates, which otherwise ends one kernel and begins another. And block sizes
-# of reductions are chosen by rule: measuring kernels of 2 us chooses at random, some ten times slower than others.
-_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True, "deterministic": True}
+# A row up to so long, and so many of it, are taken from it one by one.
+_FEW_NUMBERS, _FEW_LARGEST = 1024, 16
+_UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+# For the compiler. A rotary embedding concatenates, which otherwise ends one kernel and begins another. Block sizes of
+# reductions are chosen by rule: measuring kernels of 2 us chooses at random, some ten times slower than others. And
+# kernels that do not wait for each other, as of queries and keys, are launched as one.
+_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True, "deterministic": True, "combo_kernels": True}
 # Kinds of layer times batches, lengths and models of one process: none of them is a sign of something going wrong.
 _COMPILATIONS = 1024
 
@@ -248,24 +251,45 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """As torch.topk, of equal numbers the first ones: by counting for each number those that come before it.
+    """As torch.topk, of equal numbers the first ones: by taking the largest k times, each with its place in one int64.
 
-    It compiles into reductions, and the results lie as their readers want them. A sort does neither, and how long it
-    takes depends on how many rows the compiler gives to a program: 3 us or 27, for 8 rows of 128.
+    All of these are reductions of one row, which the compiler makes one kernel of, with the softmax before it. How long
+    its sort takes depends on how many rows it gives to a program: 3 us or 27, for 8 rows of 128.
     """
-    if not k <= x.shape[dim] <= _FEW_NUMBERS:
+    count = x.shape[dim]
+    if k > _FEW_LARGEST or count > _FEW_NUMBERS or x.dtype not in _UP_TO_FLOAT32:
         values, indices = x.sort(dim=dim, descending=largest, stable=True)
         return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
-    row = x.movedim(dim, -1)
-    i = torch.arange(row.shape[-1], device=x.device)
-    known = row.nan_to_num(math.inf, math.inf, -math.inf)  # no number is as large as the largest
-    own, other = known.unsqueeze(-1), known.unsqueeze(-2)
-    is_ahead = other > own if largest else other < own
-    place = (is_ahead | (other == own) & (i < i.unsqueeze(-1))).sum(-1)
-    chosen = place.unsqueeze(-2) == i[:k].unsqueeze(-1)  # (..., k, numbers)
-    values = torch.where(chosen, row.unsqueeze(-2), 0).sum(-1, dtype=x.dtype)
-    indices = torch.where(chosen, i, 0).sum(-1)
-    return values.movedim(-1, dim), indices.movedim(-1, dim)
+    order = _in_order(x) if largest else ~_in_order(x)
+    left = order << 32 | (count - 1 - _places(x, dim))
+    found = []
+    for _ in range(k):
+        found.append(left.amax(dim, keepdim=True))
+        left = torch.where(left == found[-1], torch.iinfo(torch.int64).min, left)
+    both = torch.cat(found, dim)
+    order = both >> 32 if largest else ~(both >> 32)
+    return _out_of_order(order).to(x.dtype), count - 1 - (both & 0xFFFFFFFF)
+
+
+def _places(x: Tensor, dim: int) -> Tensor:
+    """(x.shape[dim], 1, ...): the index along an axis, to be broadcast."""
+    return torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """int64 in the order of the numbers: their bits as float32, all but the sign turned over where it is negative.
+
+    0.0 and -0.0 are one number, and what is no number is the largest.
+    """
+    number = torch.where(x == 0, 0.0, x.float())
+    bits = torch.where(x.isnan(), math.nan, number).view(torch.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
+
+
+def _out_of_order(order: Tensor) -> Tensor:
+    """float32: the inverse of `_in_order`."""
+    bits = order.int()
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

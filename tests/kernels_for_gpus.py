@@ -51,7 +51,7 @@ def empty_stages(shape: tuple[int, int, int], slots: int, settings: ReadSettings
         activation="silu",
     )
     ids, weights = empty(2, slots, dtype=torch.int64), empty(2, slots, dtype=torch.float32)
-    blocks = Blocks(screen_ahead=1, exact_ahead=1)
+    blocks = Blocks(screen_ahead=1, screen_registers=80, exact_ahead=1)
     return Stages(empty(2, H, dtype=bf16), ids, weights, layer, settings, blocks, shared=shared)
 
 

@@ -121,10 +121,10 @@ def test_a_rank_above_the_stored_one_is_refused() -> None:
 
 
 def test_another_layout_counts_its_own_bytes() -> None:
-    """2 bits a code: 12 tiles of 32 bytes a coordinate, gate and up together, instead of two rows of 160."""
+    """2 bits a code: 12 tiles of 32 bytes a coordinate, gate and up together, instead of two rows of 160; two norms."""
     shape = BlockShape(2048, 768, 8, 32, TERNARY, layout=GPU)
     more = count_reads(shape, 0, 80, "norm", 32).bytes - count_reads(QWEN3_30B, 0, 80, "norm", 32).bytes
-    assert more == 8 * 16 * 80 * (12 * 32 - 2 * 160)
+    assert more == 8 * (16 * 80 * (12 * 32 - 2 * 160) + 2 * 768)
 
 
 def test_a_gpu_reads_whole_tiles() -> None:

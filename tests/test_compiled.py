@@ -224,9 +224,9 @@ def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypat
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("few", [True, False])
 def test_the_largest_are_topk_s(few: bool, dim: int, largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By counting and, where there are many numbers, by sorting; groups that are out of the running hold infinities."""
+    """One by one and, where there are many numbers, by sorting; groups that are out of the running hold infinities."""
     monkeypatch.setattr(compiled, "_FEW_NUMBERS", 11 if few else 6)
-    x = torch.randperm(77).view(7, 11).float()
+    x = torch.randperm(77).view(7, 11) - 38.0
     x[2] = float("-inf")
     x[2, 4], x[2, 9] = 1.0, -2.0
     for found, expected in zip(compiled._topk(x, 2, dim, largest), x.topk(2, dim, largest), strict=True):
@@ -244,13 +244,16 @@ def test_of_equal_numbers_the_first_are_chosen(largest: bool) -> None:
 
 
 def test_places_of_what_is_no_number_are_places() -> None:
-    """As large as infinity: a router's choice stays one, whatever a token holds."""
+    """The largest: a router's choice stays one, whatever a token holds."""
     x = torch.tensor(
         [[1.0, math.nan, 3.0, math.inf, math.nan], [math.nan] * 5, [-math.inf, math.nan, -math.inf, 0.0, 0.0]]
     )
     values, indices = compiled._topk(x, 3)
-    assert indices.tolist() == [[1, 3, 4], [0, 1, 2], [1, 3, 4]]
-    assert torch.equal(values.nan_to_num(-1), x.gather(-1, indices).nan_to_num(-1))
+    assert indices.tolist() == [[1, 4, 3], [0, 1, 2], [1, 3, 4]]
+    torch.testing.assert_close(values, x.gather(-1, indices), rtol=0, atol=0, equal_nan=True)
+    values, indices = compiled._topk(x, 3, largest=False)
+    assert indices.tolist() == [[0, 2, 3], [0, 1, 2], [0, 2, 3]]
+    torch.testing.assert_close(values, x.gather(-1, indices), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bias", [torch.arange(5.0), None])

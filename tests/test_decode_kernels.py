@@ -35,7 +35,7 @@ from mreader.kernels import decode as module
 from mreader.kernels import exact_kernel, screen_kernel
 from mreader.kernels.activation_kernel import activate, activation_kind
 from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack, tuned_blocks
-from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_tiles
+from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_norms, to_tiles
 from mreader.kernels.select import top_k_mask
 from mreader.kernels.select_kernel import certain_from
 from mreader.kernels.tuning import LayerShape, trial
@@ -140,7 +140,7 @@ CASES = [
         ReadSettings(20, 128, "rho", 3),
         QUATERNARY,
         torch.float32,
-        replace(FOUR, screen_loads=24),
+        replace(FOUR, screen_loads=24, screen_registers=80),
     ),
     # Six tiles, strips of four: the second is half empty.
     Case(
@@ -703,14 +703,15 @@ def test_channels_that_are_kept_for_certain(keys: Tensor, k: int) -> None:
 
 @dataclass
 class Fetched:
-    """In place of `fetch_to_l2`: remembers addresses and elements of what it is asked for."""
+    """In place of `fetch_to_l2`: remembers addresses and bytes of what it is asked for."""
 
     asked: list[tuple[int, int]]
 
     def __call__(self, pointers: Any, number: Any, condition: Any, dependent: Any) -> None:
         addresses, conditions = pointers.handle.data, np.broadcast_to(condition.handle.data, pointers.handle.data.shape)
         number = int(number.handle.data.item() if hasattr(number, "handle") else number)
-        self.asked += [(int(address), number) for address in addresses[conditions]]
+        size = number * pointers.dtype.element_ty.primitive_bitwidth // 8
+        self.asked += [(int(address), size) for address in addresses[conditions]]
 
 
 @pytest.fixture
@@ -728,9 +729,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Fetched:
 
 
 def rows_of(tensor: Tensor, rows: Tensor) -> set[tuple[int, int]]:
-    """Address and elements of the rows along the last axis."""
-    width = tensor.shape[-1]
-    return {(tensor.data_ptr() + int(row) * width * tensor.element_size(), width) for row in rows}
+    """Address and bytes of the rows along the last axis."""
+    size = tensor.shape[-1] * tensor.element_size()
+    return {(tensor.data_ptr() + int(row) * size, size) for row in rows}
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("three-tokens", 1), ("three-tokens", 2), ("steps", 1)])
@@ -754,30 +755,29 @@ def test_rows_that_are_fetched_ahead_are_those_of_certain_channels(name: str, ah
 
 
 @pytest.mark.parametrize("name", ["defaults", "steps", "one-coordinate"])
-def test_what_score_reads_is_fetched_ahead(name: str, fetched: Fetched) -> None:
-    """Of every expert that is routed to: scales, norms, recovery map and errors where the score is of these; whole."""
+def test_what_score_and_recovery_read_is_fetched_ahead(name: str, fetched: Fetched) -> None:
+    """Of every expert that is routed to: scales, norms, errors where the score is of these, recovery map; whole."""
     case = next(case for case in CASES if case.name == name)
     case = replace(case, blocks=replace(case.blocks, screen_ahead=1))
     (x, ids, weights), layer = make_inputs(case), repack(make_layer(case))
     stages = Stages(x, ids, weights, layer, case.settings, case.blocks)
     stages.rotate()
     stages.screen()
-    read = [layer.tiles.scales, layer.down_norms]
+    read = [layer.tiles.scales, layer.norms_for(case.settings.rank)]
     if case.settings.score == "rho":
         read.append(layer.tiles.errors)
-    if case.settings.score != "norm" and case.settings.rank == STORED_RANK:
+    if case.settings.rank == STORED_RANK:
         read.append(layer.coeffs)
     asked: set[int] = set()
-    for address, number in fetched.asked:
-        asked |= set(range(address, address + 2 * max(number, 0), 2))
+    for address, size in fetched.asked:
+        asked |= set(range(address, address + max(size, 0)))
     experts = [e for _, _, e in served(ids, case.shape[0])]
-    expected = {int(byte) for tensor in read for e in experts for byte in bytes_of(tensor[e])}
+    expected = {byte for tensor in read for e in experts for byte in bytes_of(tensor[e])}
     assert asked == expected
 
 
 def bytes_of(tensor: Tensor) -> range:
-    """Addresses of its elements of two bytes."""
-    return range(tensor.data_ptr(), tensor.data_ptr() + 2 * tensor.numel(), 2)
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 @pytest.mark.gpu
@@ -931,6 +931,8 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
         {"screen_words": 3},
         {"screen_loads": 12},
         {"screen_loads": 0},
+        {"screen_registers": 20},
+        {"screen_registers": 256},
         {"score_channels": 16},
         {"score_warps": 2},
         {"select_chunk": 300},
@@ -942,7 +944,7 @@ def test_more_keys_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch, k
 )
 def test_parameters_that_a_kernel_cannot_run_with_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(
-        UsageError, match=r"(screen (parts|words|loads|ahead)|score channels|select chunk|exact ahead) = -?\d"
+        UsageError, match=r"(screen (parts|words|loads|ahead|registers)|score channels|select chunk|exact ahead) = -?\d"
     ):
         Blocks(**wrong)
 
@@ -1082,12 +1084,37 @@ def test_every_number_has_its_place_in_the_tiles(sketch: tuple[Code, Tensor, Ten
 
 @pytest.mark.parametrize("channels", [1, 64, 70, 768])
 def test_what_is_counted_as_read_is_what_is_stored(channels: int) -> None:
-    """A coordinate's gate and up codes are one run; scales of whole tiles."""
+    """A coordinate's gate and up codes are one run; scales of whole tiles; two norms a channel."""
     shape = (1, 2, 1, channels)
     codes = pack(torch.zeros(1, 2, BLOCK, channels), TERNARY)
     tiles = to_tiles(codes, torch.zeros(shape).half(), torch.zeros(shape).bfloat16(), TERNARY)
     assert GPU.code_runs(TERNARY, channels) == (tiles.codes.stride(1) * tiles.codes.element_size(),)
     assert 2 * GPU.stored_channels(channels) == tiles.scales.numel() == tiles.errors.numel()
+    assert (
+        GPU.norm_bytes * channels == to_norms(torch.ones(1, channels).half(), torch.zeros(1, channels, 2).half()).nbytes
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_norms_of_a_channel_are_one_word(rank: int) -> None:
+    """||d_j|| in the lower half as it is stored, sqrt(||d_j||^2 - ||b_j||^2) in the upper one; never less than none."""
+    coeffs = torch.randn(2, 7, rank, generator=torch.Generator().manual_seed(0)).half()
+    down_norms = (coeffs.float().norm(dim=-1) + torch.linspace(0, 3, 7)).half()
+    coeffs[1, 6] *= 2  # more than the whole, which only rounding can make of it
+    words = to_norms(down_norms, coeffs)
+    assert (words.shape, words.dtype) == ((2, 7), torch.int32)
+    lower, upper = words.unsqueeze(-1).view(torch.float16).unbind(-1)
+    assert torch.equal(lower, down_norms)
+    left = (down_norms.double() ** 2 - coeffs.double().square().sum(-1)).clamp_min(0).sqrt()
+    torch.testing.assert_close(upper.double(), left, rtol=2**-10, atol=1e-3)  # 1e-3: of a difference of equals
+
+
+def test_norms_are_made_once_a_rank() -> None:
+    layer = repack(make_layer(CASES[0]))
+    norms = [layer.norms_for(rank) for rank in (STORED_RANK, 1, STORED_RANK, 1)]
+    assert norms[0] is norms[2]
+    assert norms[1] is norms[3]
+    assert torch.equal(norms[1], to_norms(layer.down_norms, layer.coeffs[..., :1]))
 
 
 def test_the_layout_goes_to_other_processes() -> None:

@@ -7,7 +7,7 @@ rotate -> screen -> score -> select -> exact -> finish; what each does and costs
 # nb = ceil(H / 128) blocks, T = ceil(I / 64) tiles, M = K * I candidates, P groups of kept channels, r rank in use
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
-from mreader.kernels.intrinsics import full_registers, has_dependent_launch, launch_options
-from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_tiles
+from mreader.kernels.intrinsics import full_registers, has_dependent_launch, launch_options, limited_registers
+from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_norms, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
 from mreader.kernels.screen_kernel import screen_kernel
@@ -49,6 +49,7 @@ class DecodeLayer:
     coeffs:     (E, I, stored rank) float16
     code:       which levels the codes mean
     activation: its name, as in mreader.activations
+    norms:      rank in use -> what `to_norms` makes of it, kept from the first call with that rank on
     """
 
     gate_up: Tensor
@@ -60,6 +61,16 @@ class DecodeLayer:
     coeffs: Tensor
     code: Code
     activation: str
+    norms: dict[int, Tensor] = field(default_factory=dict)
+
+    def norms_for(self, rank: int) -> Tensor:
+        """(E, I) int32 - what the score reads of a channel, with that rank in use."""
+        if rank in self.norms:
+            return self.norms[rank]
+        norms = to_norms(self.down_norms, self.coeffs[..., :rank])
+        if not norms.is_cuda or not torch.cuda.is_current_stream_capturing():  # else it is made anew by each replay
+            self.norms[rank] = norms
+        return norms
 
 
 def repack(layer: ExpertLayer) -> DecodeLayer:
@@ -86,18 +97,20 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
 class Blocks:
     """Meta-parameters, <kernel>_<parameter> of tuning.toml: warps of a program, and how much it takes on.
 
-    screen_parts:   warps that share the coordinates of a block: 1, 2, 4 or 8
-    screen_warps:   of a program; each has a block, a part of its coordinates and a strip of channels
-    screen_words:   words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
-    screen_loads:   coordinates whose codes a warp has under way at a time, a multiple of 8
-    screen_ahead:   1 to send what score reads to the L2 cache while rotate is at work, else 0; from Hopper on
-    score_channels: of a program: 32 or 64, and 32 or more a warp
-    select_chunk:   candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
-    select_warps:   a power of 2; fewer where a warp would have less than 32 candidates
-    recovery_rows:  channels that a program of the recovery sum takes
-    exact_channels: kept channels that a program takes side by side, exact_steps times
-    exact_ahead:    tokens whose certain rows are sent to the L2 cache while select is at work; from Hopper on
-    finish_columns: of the output
+    screen_parts:     warps that share the coordinates of a block: 1, 2, 4 or 8
+    screen_warps:     of a program; each has a block, a part of its coordinates and a strip of channels
+    screen_words:     words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
+    screen_loads:     coordinates whose codes a warp has under way at a time, a multiple of 8
+    screen_ahead:     1 to send what is read of experts to the L2 cache while rotate is at work, else 0; from Hopper on
+    screen_registers: of a thread, 0 as many as the compiler likes; fewer let more warps be under way side by side
+    score_channels:   of a program: 32 or 64, and 32 or more a warp
+    select_chunk:     candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
+    select_warps:     a power of 2; fewer where a warp would have less than 32 candidates
+    recovery_rows:    channels that a program of the recovery sum takes
+    exact_channels:   kept channels that a program takes side by side, exact_steps times: best so many that all programs
+                      are under way at once
+    exact_ahead:      tokens whose certain rows are sent to the L2 cache while select is at work; from Hopper on
+    finish_columns:   of the output
     """
 
     rotate_warps: int = 4
@@ -106,6 +119,7 @@ class Blocks:
     screen_words: int = 4
     screen_loads: int = 40
     screen_ahead: int = 0
+    screen_registers: int = 0
     score_channels: int = 32
     score_warps: int = 1
     select_chunk: int = 256
@@ -127,6 +141,11 @@ class Blocks:
             raise UsageError(f"screen loads = {self.screen_loads}", "choose a multiple of 8 in the tuning file")
         if self.screen_ahead not in (0, 1):
             raise UsageError(f"screen ahead = {self.screen_ahead}", "choose 0 or 1 in the tuning file")
+        if self.screen_registers not in (0, *range(32, 256, 8)):
+            raise UsageError(
+                f"screen registers = {self.screen_registers}",
+                "choose 0, or a multiple of 8 from 32 to 248, in the tuning file",
+            )
         if self.exact_ahead < 0:
             raise UsageError(f"exact ahead = {self.exact_ahead}", "choose 0 or more tokens in the tuning file")
         if self.score_channels not in (32, 64) or self.score_channels < 32 * self.score_warps:
@@ -225,6 +244,7 @@ class Stages:
         self.nb = count_blocks(self.hidden)
         self.strips = triton.cdiv(triton.cdiv(self.channels, TILE), blocks.screen_words)
         self.rank, self.stored_rank = settings.rank, layer.basis.shape[1]
+        self.norms = layer.norms_for(self.rank)
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
         self.chunk = max(blocks.select_chunk, triton.next_power_of_2(triton.cdiv(self.candidates, _MOST_CHUNKS)))
         self.chunks = triton.cdiv(self.candidates, self.chunk)
@@ -281,7 +301,7 @@ class Stages:
             (triton.cdiv(self.nb * parts * self.strips, self.blocks.screen_warps), self.tokens * self.slots),
             self.blocks.screen_warps,
             *(layer.tiles.codes, self.picked, self.block_info, self.ids),
-            *(layer.tiles.scales, layer.tiles.errors, layer.down_norms, layer.coeffs, self.sums),
+            *(layer.tiles.scales, layer.tiles.errors, self.norms, layer.coeffs, self.sums),
             *(self.experts, self.slots, 0, -1),
             channels=self.channels,
             nb=self.nb,
@@ -296,6 +316,7 @@ class Stages:
             RANK=self.rank,
             AHEAD=self.blocks.screen_ahead if self.dependent else 0,
             WARPS=self.blocks.screen_warps,
+            **limited_registers(self.blocks.screen_registers),
         )
 
     def score(self) -> None:
@@ -306,15 +327,14 @@ class Stages:
             (triton.cdiv(self.channels, self.blocks.score_channels), self.slots, self.tokens),
             self.blocks.score_warps,
             *(self.sums, tiles.scales, tiles.errors, self.block_info, self.ids, self.weights),
-            *(layer.down_norms, layer.coeffs, self.keys, self.estimates, self.histogram),
-            *(self.experts, self.stored_rank, -1),
+            *(self.norms, self.keys, self.estimates, self.histogram),
+            *(self.experts, -1),
             channels=self.channels,
             nb=self.nb,
             PARTS=self.blocks.screen_parts,
             TILES=self.sums.shape[4],
             SCORE=self.settings.score,
             ACTIVATION=activation_kind(layer.activation),
-            RANK=self.rank,
             CHANNELS=self.blocks.score_channels,
             **full_registers(self.dependent),
             **_HISTOGRAM,

@@ -278,6 +278,11 @@ def full_registers(dependent: bool) -> dict[str, int]:
     return {"maxnreg": 255} if dependent else {}
 
 
+def limited_registers(number: int) -> dict[str, int]:
+    """What a launch is given whose threads have so many registers, 0: as many as the compiler likes."""
+    return {"maxnreg": number} if number and not torch.version.hip else {}
+
+
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor ends: NVIDIA GPUs from Hopper on."""

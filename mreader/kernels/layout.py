@@ -24,7 +24,7 @@ def _runs(code: Code, channels: int) -> tuple[int, ...]:
     return (_padded(channels) // 2,)
 
 
-GPU = Layout("gpu", _runs, _padded)
+GPU = Layout("gpu", _runs, _padded, norm_bytes=4)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,19 @@ def to_tiles(codes: Tensor, scales: Tensor, errors: Tensor, code: Code) -> Tiles
     channels = scales.shape[-1]
     words = torch.stack([_words(expert, code, channels) for expert in codes])
     return Tiles(words, _values_in_tiles(scales), _values_in_tiles(errors))
+
+
+def to_norms(down_norms: Tensor, coeffs: Tensor) -> Tensor:
+    """What the score reads of a channel: ||d_j||, and sqrt(||d_j||^2 - ||b_j||^2), which is what recovery leaves of it.
+
+    down_norms: (E, I) float16
+    coeffs:     (E, I, r) float16 - b_j, the rank in use only
+    returns:    (E, I) int32 - both as float16, ||d_j|| in the lower half
+    """
+    recovered = torch.linalg.vector_norm(coeffs, dim=-1, dtype=torch.float32)
+    left = (down_norms.float().square() - recovered.square()).clamp_min(0).sqrt()
+    words = torch.stack([down_norms, left.half()], -1).view(torch.int32)
+    return words.squeeze(-1)
 
 
 def from_tiles(tiles: Tiles, code: Code, channels: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,13 +18,11 @@ def score_kernel(
     blocks,  # (N, 3, nb) float32, from rotate_kernel
     ids,  # (N, K) int
     weights,  # (N, K) any float
-    down_norms,  # (E, I) float16
-    coeffs,  # (E, I, stored rank) float16
+    norms,  # (E, I) int32: two FP16, ||d_j|| and what recovery leaves of it
     keys,  # (N, K, I) int32, written: score_key of every candidate, 0 where no expert serves the slot
     estimates,  # (N, K, I) float32, written: w_e p_j
     histogram,  # (N, COARSE + FINE) int32, counted up: see count_key
     experts,
-    stored_rank,
     never,  # -1
     channels: tl.constexpr,
     nb: tl.constexpr,
@@ -32,7 +30,6 @@ def score_kernel(
     TILES: tl.constexpr,  # T up to whole strips
     SCORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    RANK: tl.constexpr,
     CHANNELS: tl.constexpr,  # of a program: 32 or 64, and 32 or more a warp
     COARSE_SHIFT: tl.constexpr,
     FINE_SHIFT: tl.constexpr,
@@ -74,8 +71,9 @@ def score_kernel(
     in_expert = (block * (tiles * 128))[:, None] + across
     gate_scale = tl.load(scales + of_expert + in_expert).to(tl.float32)
     up_scale = tl.load(scales + of_expert + 64 + in_expert).to(tl.float32)
-    norm = tl.load(down_norms + expert * channels + row).to(tl.float32)
-    known = _bits(norm)
+    both = tl.load(norms + expert * channels + row)
+    norm, left = _half(both), _half(both >> 16)
+    known = both
     if SCORE != "norm":
         gate_noise, up_noise = gate_scale * gate_scale, up_scale * up_scale
         if SCORE == "rho":
@@ -83,18 +81,8 @@ def score_kernel(
             up_noise = tl.load(errors + of_expert + 64 + in_expert).to(tl.float32)
         energy = tl.where(i < nb, tl.load(blocks + 2 * nb, cache_modifier=".cg"), 0.0)[:, None]
         gate_error, up_error = tl.sum(gate_noise * energy, axis=0), tl.sum(up_noise * energy, axis=0)
-        down = norm * norm
-        unrecovered = down
-        if RANK > 0:
-            # Never of the shape of the scales: for two of one shape the compiler takes one layout, that of this.
-            ranks: tl.constexpr = triton.next_power_of_2(RANK)
-            r = tl.arange(0, 2 * ranks if ranks == CHANNELS and blocks_up == CHANNELS else ranks)
-            coeffs += expert * channels * stored_rank
-            b = tl.load(coeffs + (row[:, None] * stored_rank + r[None, :]), mask=(r < RANK)[None, :], other=0.0)
-            b = b.to(tl.float32)
-            unrecovered -= tl.sum(b * b, axis=1)
-        of_square, of_slope = weight * weight * unrecovered, weight * weight * down * gate_error
-        of_phi = weight * weight * down * up_error
+        of_square, down = weight * weight * (left * left), weight * weight * (norm * norm)
+        of_slope, of_phi = down * gate_error, down * up_error
         known = _bits(of_square) | _bits(of_slope) | _bits(of_phi)
     gate_scale = tl.where((i < nb)[:, None], gate_scale, 0.0)
     up_scale = tl.where((i < nb)[:, None], up_scale, 0.0)
@@ -128,3 +116,9 @@ def score_kernel(
 @triton.jit
 def _bits(x):
     return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _half(word):
+    """The FP16 in the lower half of an int32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

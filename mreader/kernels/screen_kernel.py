@@ -29,7 +29,7 @@ def screen_kernel(
     ids,  # (N, K) int
     scales,  # (E, nb, T, 2, 64) float16
     errors,  # (E, nb, T, 2, 64) bfloat16
-    down_norms,  # (E, I) float16
+    norms,  # (E, I) int32: what score reads of a channel
     coeffs,  # (E, I, stored rank) float16
     sums,  # (N, K, nb, PARTS, T up to whole strips, 2, 64) float16, written: of a tile's gate, then up
     experts,
@@ -47,7 +47,7 @@ def screen_kernel(
     LOADED: tl.constexpr,  # coordinates whose words a warp has under way at a time
     SCORE: tl.constexpr,
     RANK: tl.constexpr,
-    AHEAD: tl.constexpr,  # 1 where what score reads is fetched ahead, else 0
+    AHEAD: tl.constexpr,  # 1 where what score and recovery read is fetched ahead, else 0
     WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -66,10 +66,10 @@ def screen_kernel(
     if AHEAD > 0:
         # Rotate lets this kernel start once the ids are known. While it is at work, memory is idle.
         _fetch_part(scales, expert, nb * 128 * tiles, PROGRAMS, WARPS, DEPENDENT)
-        _fetch_part(down_norms, expert, channels, PROGRAMS, WARPS, DEPENDENT)
+        _fetch_part(norms, expert, channels, PROGRAMS, WARPS, DEPENDENT)
         if SCORE == "rho":
             _fetch_part(errors, expert, nb * 128 * tiles, PROGRAMS, WARPS, DEPENDENT)
-        if SCORE != "norm" and stored_rank == RANK:  # else it reads some of each row
+        if stored_rank == RANK:  # else recovery reads some of each row
             _fetch_part(coeffs, expert, channels * stored_rank, PROGRAMS, WARPS, DEPENDENT)
     lane = tl.arange(0, WARPS * 32) % 32
     # Warps side by side read what lies side by side. Behind the last one they repeat it, and lanes behind the last word
@@ -96,7 +96,7 @@ def screen_kernel(
 def _fetch_part(
     tensor, expert, NUMBER: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """Send what score reads of an expert to the L2 cache: a part of its elements, by one lane."""
+    """Send what is read of an expert to the L2 cache: a part of its elements, by one lane."""
     thread = tl.arange(0, WARPS * 32)
     PART: tl.constexpr = (NUMBER + 64 * PROGRAMS - 1) // (64 * PROGRAMS) * 64
     first = tl.program_id(0) * PART
@@ -111,25 +111,27 @@ def _sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WOR
     picked: (lanes,) pointers to a lane's quarter of the list: lanes 4 g + t have the same of each t
     rows:   (lanes,) pointers to a lane's words of coordinate 0
     """
-    listed, arrived = _load_list(picked, SHARE)
     a = ()
+    listed, arrived = _load_list(picked, 0, min(LOADED // 4, SHARE // 4))
     for start in tl.static_range(0, SHARE // 4, LOADED // 4):
-        under_way = listed[start : min(start + LOADED // 4, SHARE // 4)]
-        words, arrived = _load_words(under_way, rows, stride, arrived, WORDS)
+        words, arrived = _load_words(listed, rows, stride, arrived, WORDS)
+        next_listed, next_arrived = _load_list(picked, start + LOADED // 4, min(start + LOADED // 2, SHARE // 4))
         # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
-        zero = arrived & nothing
+        zero = (arrived | next_arrived) & nothing
         a = _times(zero, 8 * WORDS) if start == 0 else (a[0] | zero,) + a[1:]
-        a = _add_words(a, under_way, words, selector, WORDS)
+        a = _add_words(a, listed, words, selector, WORDS)
+        listed, arrived = next_listed, zero
     return a
 
 
 @triton.jit
-def _load_list(picked, SHARE: tl.constexpr):
-    """SHARE / 4 tensors (lanes,) int32: a lane's quarter of the list; and their OR."""
+def _load_list(picked, START: tl.constexpr, STOP: tl.constexpr):
+    """STOP - START tensors (lanes,) int32: of a lane's quarter of the list; and their OR."""
     listed, arrived = (), 0
-    for at in tl.static_range(0, SHARE // 4, 2):
+    for at in tl.static_range(START, STOP, 2):
         listed = listed + load_together(picked + at, 2)
-        arrived |= listed[at] | listed[at + 1]
+    for at in tl.static_range(len(listed)):
+        arrived |= listed[at]
     return listed, arrived
 
 
