@@ -312,6 +312,7 @@ class Stages:
             WORDS=self.blocks.screen_words,
             STRIPS=self.strips,
             LOADED=self.blocks.screen_loads,
+            EAGER=self.blocks.screen_registers > 0,  # few registers do not hold what is under way
             SCORE=self.settings.score,
             RANK=self.rank,
             AHEAD=self.blocks.screen_ahead if self.dependent else 0,

@@ -45,6 +45,7 @@ def screen_kernel(
     WORDS: tl.constexpr,  # of a lane and coordinate: 8 WORDS are a strip
     STRIPS: tl.constexpr,  # that hold all words of a coordinate
     LOADED: tl.constexpr,  # coordinates whose words a warp has under way at a time
+    EAGER: tl.constexpr,  # whether sums begin with the first words that come
     SCORE: tl.constexpr,
     RANK: tl.constexpr,
     AHEAD: tl.constexpr,  # 1 where what score and recovery read is fetched ahead, else 0
@@ -85,7 +86,8 @@ def screen_kernel(
     of_token = blocks + token * 3 * nb
     unit = tl.load(of_token + block) / (UNIT * _token_unit(of_token, nb))
     offset = tl.load(of_token + nb + block) * tl.where(part == 0, -ZERO, 0.0)
-    a = _sum_codes(picked + first, codes + of_rows, tiles * 8, selector_of_lane(lane), nothing, SHARE, WORDS, LOADED)
+    selector = selector_of_lane(lane)
+    a = _sum_codes(picked + first, codes + of_rows, tiles * 8, selector, nothing, SHARE, WORDS, LOADED, EAGER)
     of_warp = ((here.to(tl.int64) * nb + block) * PARTS + part) * STRIPS + strip
     to = sums + (of_warp * (8 * WORDS) + of_strip) * 16 + lane % 4 * 4
     for w in tl.static_range(WORDS):
@@ -105,7 +107,17 @@ def _fetch_part(
 
 
 @triton.jit
-def _sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WORDS: tl.constexpr, LOADED: tl.constexpr):
+def _sum_codes(
+    picked,
+    rows,
+    stride,
+    selector,
+    nothing,
+    SHARE: tl.constexpr,
+    WORDS: tl.constexpr,
+    LOADED: tl.constexpr,
+    EAGER: tl.constexpr,
+):
     """8 WORDS tensors (lanes,) int32: the sums of `add_codes` over SHARE coordinates, word after word.
 
     picked: (lanes,) pointers to a lane's quarter of the list: lanes 4 g + t have the same of each t
@@ -118,7 +130,9 @@ def _sum_codes(picked, rows, stride, selector, nothing, SHARE: tl.constexpr, WOR
         next_listed, next_arrived = _load_list(picked, start + LOADED // 4, min(start + LOADED // 2, SHARE // 4))
         # Nothing is added, but the compiler cannot know: it has to have all loads under way before it uses one.
         zero = (arrived | next_arrived) & nothing
-        a = _times(zero, 8 * WORDS) if start == 0 else (a[0] | zero,) + a[1:]
+        if start == 0:
+            a = _times(nothing if EAGER else zero, 8 * WORDS)
+        a = (a[0] | zero,) + a[1:]
         a = _add_words(a, listed, words, selector, WORDS)
         listed, arrived = next_listed, zero
     return a
