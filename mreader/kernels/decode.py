@@ -18,7 +18,13 @@ from mreader.errors import UnsupportedError, UsageError
 from mreader.formats.codes import Code, count_blocks
 from mreader.kernels.activation_kernel import activation_kind
 from mreader.kernels.exact_kernel import exact_kernel, finish_kernel
-from mreader.kernels.intrinsics import full_registers, has_dependent_launch, launch_options, limited_registers
+from mreader.kernels.intrinsics import (
+    full_registers,
+    has_dependent_launch,
+    launch_options,
+    limited_registers,
+    multiprocessors,
+)
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_norms, to_tiles
 from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
@@ -107,8 +113,9 @@ class Blocks:
     select_chunk:     candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
     select_warps:     a power of 2; fewer where a warp would have less than 32 candidates
     recovery_rows:    channels that a program of the recovery sum takes
-    exact_channels:   kept channels that a program takes side by side, exact_steps times: best so many that all programs
-                      are under way at once
+    exact_channels:   kept channels that a program takes side by side
+    exact_steps:      how many times it does; 0 as often as lets all programs be under way at once
+    exact_programs:   that are under way at once on a multiprocessor
     exact_ahead:      tokens whose certain rows are sent to the L2 cache while select is at work; from Hopper on
     finish_columns:   of the output
     """
@@ -126,7 +133,8 @@ class Blocks:
     select_warps: int = 8
     recovery_rows: int = 1024
     exact_channels: int = 4
-    exact_steps: int = 1
+    exact_steps: int = 0
+    exact_programs: int = 2
     exact_warps: int = 8
     exact_ahead: int = 0
     finish_columns: int = 16
@@ -145,6 +153,11 @@ class Blocks:
             raise UsageError(
                 f"screen registers = {self.screen_registers}",
                 "choose 0, or a multiple of 8 from 32 to 248, in the tuning file",
+            )
+        if self.exact_steps < 0 or self.exact_programs < 1:
+            raise UsageError(
+                f"exact steps = {self.exact_steps}, programs = {self.exact_programs}",
+                "choose 1 or more programs in the tuning file, and 0 or more steps",
             )
         if self.exact_ahead < 0:
             raise UsageError(f"exact ahead = {self.exact_ahead}", "choose 0 or more tokens in the tuning file")
@@ -212,6 +225,12 @@ def _blocks_for(x: Tensor, ids: Tensor, layer: DecodeLayer) -> Blocks:
     return tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
 
 
+def _steps_at_once(k: int, tokens: int, blocks: Blocks, multiprocessors: int) -> int:
+    """The fewest steps with which all programs are under way at once: a few programs more would take a second round."""
+    groups = max(multiprocessors * blocks.exact_programs // tokens, 1)
+    return max(-(-k // (blocks.exact_channels * groups)), 1)
+
+
 class Stages:
     """One call of the decode block, stage by stage; `run` for all of them. Tests and benchmarks look between.
 
@@ -248,7 +267,8 @@ class Stages:
         self.rank_up = triton.next_power_of_2(max(self.rank, 1))
         self.chunk = max(blocks.select_chunk, triton.next_power_of_2(triton.cdiv(self.candidates, _MOST_CHUNKS)))
         self.chunks = triton.cdiv(self.candidates, self.chunk)
-        group = blocks.exact_channels * blocks.exact_steps
+        self.steps = blocks.exact_steps or _steps_at_once(self.k, self.tokens, blocks, multiprocessors(x.device))
+        group = blocks.exact_channels * self.steps
         self.groups = max(triton.cdiv(self.k, group), 1)
         self.piece = min(blocks.recovery_rows, triton.next_power_of_2(self.channels))
         self.pieces = triton.cdiv(self.channels, self.piece)
@@ -369,7 +389,7 @@ class Stages:
             *(self.x, self.keys, self.histogram, self.rows, self.ids, self.estimates),
             *(layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
-            *(self.experts, self.slots, self.k, self.groups, self.rows.shape[1], self.stored_rank),
+            *(self.experts, self.slots, self.k, self.groups, self.steps, self.rows.shape[1], self.stored_rank),
             hidden=self.hidden,
             channels=self.channels,
             SHARED=self.shared,
@@ -379,7 +399,6 @@ class Stages:
             RANK_UP=self.rank_up,
             HIDDEN_UP=triton.next_power_of_2(self.hidden),
             CHANNELS=self.blocks.exact_channels,
-            STEPS=self.blocks.exact_steps,
             PIECE=self.piece,
             PIECES=self.pieces,
             AHEAD=min(self.blocks.exact_ahead, self.tokens) if self.dependent else 0,

@@ -27,6 +27,7 @@ def exact_kernel(
     slots,
     k,
     groups,
+    steps,
     listed,
     stored_rank,
     hidden: tl.constexpr,
@@ -38,7 +39,6 @@ def exact_kernel(
     RANK_UP: tl.constexpr,
     HIDDEN_UP: tl.constexpr,
     CHANNELS: tl.constexpr,  # side by side
-    STEPS: tl.constexpr,
     PIECE: tl.constexpr,  # channels of a recovery program
     PIECES: tl.constexpr,  # of a slot
     AHEAD: tl.constexpr,  # tokens whose rows are fetched ahead, N or less
@@ -67,10 +67,10 @@ def exact_kernel(
                 )  # fmt: skip
         kept = share_of_token(k, ids + token * slots, experts, slots, SLOTS_UP) if SHARED else k
         rows += token.to(tl.int64) * listed
-        first = program * (CHANNELS * STEPS)
+        first = program * (CHANNELS * steps)
         wait_for_earlier(DEPENDENT)
         let_next_start(DEPENDENT)
-        for step in range(first, tl.minimum(first + CHANNELS * STEPS, kept), CHANNELS):
+        for step in range(first, tl.minimum(first + CHANNELS * steps, kept), CHANNELS):
             row_and_weight = tl.load(rows + step + tl.arange(0, CHANNELS))
             row = row_and_weight.to(tl.int32)
             weight = (row_and_weight >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -284,6 +284,12 @@ def limited_registers(number: int) -> dict[str, int]:
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them the GPU has; in the interpreter those of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor ends: NVIDIA GPUs from Hopper on."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
