@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -175,9 +176,17 @@ def load(
 
 
 def auto_class(path: str | Path, **kwargs: Any) -> Any:
-    """The first of transformers' auto classes that has the checkpoint's model: of a multimodal one some are in all."""
+    """The first of transformers' auto classes that has the checkpoint's model: of a multimodal one some are in all.
+
+    Raises SourceError for a value of config.json that the model's config does not take.
+    """
     hub = {key: kwargs[key] for key in _WHERE_AND_AS_WHOM if key in kwargs}
-    config = type(AutoConfig.from_pretrained(path, **hub))
+    try:
+        config = type(AutoConfig.from_pretrained(path, **hub))
+    except StrictDataclassError as error:
+        raise SourceError(
+            f"config.json of {path}: {' '.join(str(error).split())}", "take the config.json that belongs to the weights"
+        ) from error
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
     return next((auto for auto in classes if config in auto._model_mapping), AutoModelForCausalLM)
 

@@ -204,7 +204,7 @@ CASES = [
     Case("config with countless dense layers", config(num_hidden_layers=10**12, first_k_dense_replace=10**11), SOURCE,
          ["layer 0"]),
     Case("more experts per token than experts", config(num_experts_per_tok=7), SOURCE, ["7 experts of 6"]),
-    Case("activation that is no name", config(hidden_act=["silu"]), SOURCE, ["activation", "['silu']"]),
+    Case("activation that is no name", config(hidden_act=["silu"]), SOURCE, ["hidden_act", "['silu']"]),
     Case("sparse step that is text", config(decoder_sparse_step="1"), SOURCE, ["decoder_sparse_step", "'1'"]),
     Case("sparse step below zero", config(decoder_sparse_step=-1), SOURCE, ["decoder_sparse_step", "-1"]),
     Case("dense layers that are no list", config(mlp_only_layers=1), SOURCE, ["mlp_only_layers", "1"]),
@@ -377,6 +377,71 @@ def test_augmented_source(augmented: Path, tmp_path: Path) -> None:
     assert "augmented already" in ran.cause
     assert ran.code == UNSUPPORTED
     assert not (tmp_path / "out").exists()
+
+
+def entry(**values: Any) -> Callable[[Path], None]:
+    """Change keys of `quantization_config`."""
+    return lambda folder: edit_json(folder / "config.json", lambda c: c["quantization_config"].update(values))
+
+
+# fmt: off
+AUGMENTED = [
+    Case("options that are a list", config(quantization_config=[1]), SOURCE, ["quantization_config", "[1]"]),
+    Case("options that are text", config(quantization_config="mreader"), SOURCE, ["quantization_config", "'mreader'"]),
+    Case("rank in words", entry(rank="x"), SOURCE, ["rank", "'x'"]),
+    Case("no rank", entry(rank=None), SOURCE, ["rank", "None"]),
+    Case("half a rank", entry(rank=1.5), SOURCE, ["rank", "1.5"]),
+    Case("rank that is true", entry(rank=True), SOURCE, ["rank", "True"]),
+    Case("rank below zero", entry(rank=-1), SOURCE, ["rank", "-1"]),
+    Case("seed in words", entry(seed="x"), SOURCE, ["seed", "'x'"]),
+    Case("seed below zero", entry(seed=-1), SOURCE, ["seed", "-1"]),
+    Case("seed of many bits", entry(seed=2**70), SOURCE, ["seed", str(2**70)]),
+    Case("budget in words", entry(channels="all"), SOURCE, ["channels", "'all'"]),
+    Case("budget that is true", entry(channels=True), SOURCE, ["channels", "True"]),
+    Case("budget of more than everything", entry(channels=2), SOURCE, ["channels", "2"]),
+    Case("budget of nothing", entry(channels=0.0), SOURCE, ["channels", "0.0"]),
+    Case("budget that is no number", entry(channels=float("nan")), SOURCE, ["channels", "nan"]),
+    Case("coordinates beyond the block", entry(coordinates=129), SOURCE, ["coordinates", "129"]),
+    Case("coordinates in halves", entry(coordinates=2.5), SOURCE, ["coordinates", "2.5"]),
+    Case("score that is a list", entry(score=["rho"]), SOURCE, ["score", "['rho']"]),
+    Case("score that is not known", entry(score="best"), SOURCE, ["score", "best"]),
+    Case("codes that are a list", entry(codes=["ternary"]), SOURCE, ["codes", "['ternary']"]),
+    Case("codes that are not known", entry(codes="octal"), SOURCE, ["codes", "octal"]),
+    Case("another model type", config(model_type="mixtral"), SOURCE, ["model_type", "'mixtral'", "'olmoe'"]),
+    Case("model type that is a list", config(model_type=["olmoe"]), SOURCE, ["model_type", "['olmoe']"]),
+    Case("no model type", config(model_type=None), SOURCE, ["model_type", "None"]),
+    Case("hidden size below zero", config(hidden_size=-3), SOURCE, ["hidden_size", "-3"]),
+    Case("hidden size in words", config(hidden_size="x"), SOURCE, ["hidden_size", "'x'"]),
+    Case("no hidden size", config(hidden_size=None), SOURCE, ["hidden_size"]),
+    Case("hidden size of another model", config(hidden_size=10**9), SOURCE, ["hidden_size", "1000000000", "192"]),
+    Case("channels of another model", config(intermediate_size=81), SOURCE, ["intermediate_size", "81", "80"]),
+    Case("countless layers", config(num_hidden_layers=10**12), SOURCE, ["num_hidden_layers", "1000000000000", "3"]),
+    Case("countless experts", config(num_experts=10**12), SOURCE, ["num_experts", "1000000000000", "6"]),
+    Case("more experts a token than there are", config(num_experts_per_tok=7), SOURCE, ["num_experts_per_tok", "7"]),
+    Case("no expert a token", config(num_experts_per_tok=0), SOURCE, ["num_experts_per_tok", "0"]),
+    Case("activation that is no name", config(hidden_act=3), SOURCE, ["hidden_act", "3"]),
+    Case("another activation", config(hidden_act="relu"), SOURCE, ["hidden_act", "'relu'", "'silu'"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("case", AUGMENTED, ids=lambda case: case.name)
+def test_bad_config_of_an_augmented_checkpoint(case: Case, augmented: Path, tmp_path: Path) -> None:
+    """A default budget included: what is wrong with it is the checkpoint's fault, not the call's."""
+    folder = copied(augmented, tmp_path / "out")
+    case.damage(folder)
+    ran = mreader("inspect", folder)
+    assert [word for word in ("config.json", *case.words) if word not in ran.cause] == [], ran.err
+    assert ran.code == case.code
+    assert ran.out == ""
+
+
+def test_a_config_that_only_transformers_reads(augmented: Path, tmp_path: Path) -> None:
+    folder = copied(augmented, tmp_path / "out")
+    config(rms_norm_eps="small")(folder)
+    ran = mreader("generate", folder, "--prompt", "a", "--device", "cpu")
+    assert [word for word in ("config.json", "rms_norm_eps", "'small'") if word not in ran.cause] == [], ran.err
+    assert ran.code == SOURCE
 
 
 @pytest.mark.parametrize(

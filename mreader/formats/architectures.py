@@ -249,9 +249,27 @@ def routing(config: Mapping[str, Any]) -> tuple[int, str]:
     entry, text = _entry(config), text_config(config)
     routed, activation = _count(entry, text, "num_routed"), _config_value(entry, text, "activation")
     if not isinstance(activation, str):
-        raise _wrong("activation", activation, "name of one")
+        raise _wrong(_key(entry, text, "activation"), activation, "activation")
     parameters = [f"{name}={_parameter(text, *rule)}" for name, rule in entry.get("parameters", {}).items()]
     return routed, f"{activation}({', '.join(parameters)})" if parameters else activation
+
+
+def compare_configs(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """SourceError where a config.json does not say of the routed experts what another one says."""
+    _compare_said("model_type", found.get("model_type"), expected["model_type"])
+    entry = _entry(expected)
+    texts = text_config(found), text_config(expected)
+    for what in ("num_layers", "num_experts", "num_routed", "hidden_size", "channels"):
+        _compare_said(_key(entry, texts[0], what), *(_count(entry, text, what) for text in texts))
+    _compare_said(_key(entry, texts[0], "activation"), routing(found)[1], routing(expected)[1])
+
+
+def _compare_said(key: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise SourceError(
+            f"config.json says {found!r} for {key}, and that of the source says {expected!r}",
+            "take the config.json that belongs to the weights",
+        )
 
 
 def _parameter(text: Mapping[str, Any], key: str, otherwise: float) -> float:
@@ -318,11 +336,16 @@ def _config_value(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) 
     """What config.json says, or the entry for it."""
     if what in entry.get("fixed", {}):
         return entry["fixed"][what]
+    key = _key(entry, text, what)
+    if text.get(key) is None:
+        raise SourceError(f"config.json has no {key}", "take the config.json that belongs to the weights")
+    return text[key]
+
+
+def _key(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> str:
+    """The key of config.json that says it; all that may, where none does."""
     keys = _keys(entry, what)
-    for key in keys:
-        if text.get(key) is not None:
-            return text[key]
-    raise SourceError(f"config.json has no {' or '.join(keys)}", "take the config.json that belongs to the weights")
+    return next((key for key in keys if text.get(key) is not None), " or ".join(keys))
 
 
 def _keys(entry: Mapping[str, Any], what: str) -> list[str]:
@@ -340,7 +363,7 @@ def _count(entry: Mapping[str, Any], text: Mapping[str, Any], what: str) -> int:
     if isinstance(value, list) and value and value.count(value[0]) == len(value):
         value = value[0]
     if type(value) is not int or value < 1:
-        raise _wrong(what, value, "size")
+        raise _wrong(_key(entry, text, what), value, "size")
     return value
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mreader.errors import SourceError, UnsupportedError, UsageError
-from mreader.formats.architectures import Architecture, RoutedLayer, find_architecture
+from mreader.formats.architectures import Architecture, RoutedLayer, compare_configs, find_architecture
 from mreader.formats.checkpoint import CONFIG, Checkpoint, assemble, open_checkpoint
 from mreader.formats.codes import BLOCK, Code, count_blocks, get_code
 from mreader.formats.quantized import dequantized
@@ -74,10 +74,19 @@ class FormatOptions:
 
 
 DEFAULT_OPTIONS = FormatOptions()
+_KINDS: dict[type, str] = {int: "whole number", float: "number", str: "name"}
 
 
-def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatOptions:
-    """The options in a `quantization_config`. UnsupportedError for another version or block, UsageError for none."""
+def parse_config_entry(entry: Any, where: str = "this") -> FormatOptions:
+    """The options in a `quantization_config`.
+
+    Raises UnsupportedError for another version or block, UsageError for one of another method, and SourceError for
+    what no conversion writes there.
+    """
+    if not isinstance(entry, Mapping):
+        raise SourceError(
+            f"config.json says {entry!r} for quantization_config, which is no object", "convert the source again"
+        )
     if entry.get("quant_method") != METHOD:
         raise UsageError(f"{where} is not an augmented checkpoint", "make one with `mreader convert SOURCE OUT`")
     version = entry.get("format_version")
@@ -94,7 +103,22 @@ def parse_config_entry(entry: Mapping[str, Any], where: str = "this") -> FormatO
     missing = [name for name in names if name not in entry]
     if missing:
         raise SourceError(f"quantization_config of config.json has no {missing[0]}", "convert the source again")
-    return FormatOptions(**{name: entry[name] for name in names})
+    return _options({name: entry[name] for name in names})
+
+
+def _options(values: Mapping[str, Any]) -> FormatOptions:
+    """SourceError for a value that is not of the type of its default, or out of range."""
+    for name, value in values.items():
+        usual = type(getattr(DEFAULT_OPTIONS, name))
+        if type(value) is not usual and (usual, type(value)) != (float, int):
+            raise SourceError(
+                f"quantization_config of config.json says {value!r} for {name}, which is no {_KINDS[usual]}",
+                "convert the source again",
+            )
+    try:
+        return FormatOptions(**values)
+    except UsageError as error:
+        raise SourceError(f"quantization_config of config.json: {error.cause}", "convert the source again") from error
 
 
 def tensor_specs(
@@ -188,8 +212,9 @@ def is_augmented(folder: Path) -> bool:
 def open_augmented(folder: Path) -> Augmented:
     """The augmented checkpoint in `folder`, opened lazily.
 
-    Raises UsageError where it is none, UnsupportedError for a newer format, SourceError for tensors that are missing,
-    unknown, or of a wrong shape or dtype, and for everything that `open_checkpoint` refuses.
+    Raises UsageError where it is none, UnsupportedError for a newer format, SourceError for a config.json that is not
+    the source's, for tensors that are missing, unknown, or of a wrong shape or dtype, and for everything that
+    `open_checkpoint` refuses.
     """
     if folder.is_dir() and not is_augmented(folder) and (folder / WORK_FOLDER).is_dir():
         raise SourceError(
@@ -200,6 +225,7 @@ def open_augmented(folder: Path) -> Augmented:
     manifest = read_manifest(folder)
     source = dequantized(_recorded_source(_read_json(folder / SOURCE), manifest))
     architecture = find_architecture(source)
+    compare_configs(checkpoint.config, source.config)
     _compare(checkpoint.tensors, augmented_tensors(source, architecture, options))
     return Augmented(checkpoint, options, manifest, source, architecture)
 
