@@ -114,7 +114,10 @@ def generate(
     mode:     "decode" reads sparsely in decode steps, "never" is the dense model
     compiled: whether captured steps have compiled layers: slower to start, faster after that
     note:     told why steps are not captured or their layers not compiled, where that cannot be
+
+    Raises UsageError where prompt and new tokens are more than the model has positions for.
     """
+    _refuse_too_long(model, ids.shape[1], sampling.max_new_tokens)
     torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, emit)
     with reader_mode(model, mode):
@@ -127,6 +130,16 @@ def generate(
             **sampling.arguments(),
         )
     return _report(model, streamer, mode)
+
+
+def _refuse_too_long(model: PreTrainedModel, prompt: int, new: int) -> None:
+    """By max_position_embeddings of config.json, if it is there: what follows beyond it is garbage in most models."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < prompt + new:
+        raise UsageError(
+            f"tokens of the prompt and new ones, {prompt} + {new}, are more than max_position_embeddings, {limit}",
+            "give fewer --max-new-tokens or a shorter prompt",
+        )
 
 
 def _decoding_loop(

@@ -11,12 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from sources import copied, edit_json
+from transformers import PreTrainedModel
 
 from mreader.cli.main import _COMMANDS, _Command, main
+from mreader.generate import _refuse_too_long
 from mreader.importing import uninterrupted, without_collecting
 
 OWN_TEXT = Path(__file__).parent.parent / "mreader"
@@ -116,6 +120,8 @@ class TestGenerate:
             (["--prompt", "a", "--top-p", "nan"], "top-p is nan"),
             (["--prompt", "a", "--top-p", "0"], "top-p is 0"),
             (["--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens is 0"),
+            (["--prompt", "a", "--max-new-tokens", "2048"], "1 + 2048, are more than max_position_embeddings, 2048"),
+            (["--prompt", "a " * 2000], " + 128, are more than max_position_embeddings, 2048"),
             (["--prompt", "a", "--chat"], "no chat template"),
             (["--prompt", "a", "--device", "cuda:99"], "cuda:99"),
             (["--prompt", "a", "--dtype", "int3"], "int3"),
@@ -131,6 +137,19 @@ class TestGenerate:
         lines = [line for line in ran.err.splitlines() if line.startswith(("error:", "help:"))]
         assert [line.split(":")[0] for line in lines] == ["error", "help"]
         assert message in " ".join(lines)
+
+    def test_the_last_position_of_the_model_may_be_used(
+        self, mreader: Callable[..., Ran], olmoe_augmented: Path, tmp_path: Path
+    ) -> None:
+        short = copied(olmoe_augmented, tmp_path / "short")
+        edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=4))
+        call = ["generate", short, "--prompt", "a", "--max-new-tokens"]
+        assert mreader(*call, 3).status == 0
+        assert mreader(*call, 4).status == 2
+
+    def test_a_model_without_a_last_position_is_left_alone(self) -> None:
+        unlimited = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
+        _refuse_too_long(cast(PreTrainedModel, unlimited), 10**6, 10**6)
 
     def test_a_source_checkpoint_is_refused(self, mreader: Callable[..., Ran], olmoe_tiny: Path) -> None:
         ran = mreader("generate", olmoe_tiny, "--prompt", "a")
