@@ -138,6 +138,19 @@ class TestGenerate:
         assert [line.split(":")[0] for line in lines] == ["error", "help"]
         assert message in " ".join(lines)
 
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("--channels", 0.1), ("--reads", 0.3), ("--coordinates", 80), ("--score", "rho"), ("--rank", 0)],
+    )
+    def test_a_budget_of_the_dense_model_is_refused(
+        self, option: str, value: object, mreader: Callable[..., Ran], olmoe_augmented: Path
+    ) -> None:
+        ran = mreader("generate", olmoe_augmented, "--prompt", "a", "--dense", option, value)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err == (
+            f"error: {option} says nothing about --dense, which reads everything\nhelp: leave {option} or --dense out\n"
+        )
+
     def test_the_last_position_of_the_model_may_be_used(
         self, mreader: Callable[..., Ran], olmoe_augmented: Path, tmp_path: Path
     ) -> None:

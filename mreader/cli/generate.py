@@ -53,11 +53,13 @@ def generate_command(
     """Continue a prompt, reading only the channels that matter; prints what follows the prompt."""
     from mreader.generate import Sampling, encode_prompt, generate
 
+    budget = BudgetOptions(channels, reads, coordinates, score, rank)
+    if dense:
+        _refuse_with_dense(budget)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     text = prompt if prompt is not None else sys.stdin.read()
     if not text:
         raise UsageError("the prompt is empty", "give --prompt some text, or pipe it in")
-    budget = BudgetOptions(channels, reads, coordinates, score, rank)
     model, tokenizer = load_model(path, budget, dtype, device)
     ids = encode_prompt(tokenizer, text, chat)
     emit = (lambda piece: None) if json else _write
@@ -69,6 +71,14 @@ def generate_command(
     _write("\n")
     if stats:
         _print_stats(generation)
+
+
+def _refuse_with_dense(budget: BudgetOptions) -> None:
+    for name, value in asdict(budget).items():
+        if value is not None:
+            raise UsageError(
+                f"--{name} says nothing about --dense, which reads everything", f"leave --{name} or --dense out"
+            )
 
 
 def _write(text: str) -> None:
