@@ -111,6 +111,14 @@ class TestCompare:
         assert line.count("±") == 2  # of its reads, and of KL less that of top-k
         assert "top-k against thresholds, at the budget: " in " ".join(ran.out.split())
 
+    def test_one_window_has_no_error_and_no_verdict(self, olmoe_tiny: Path) -> None:
+        options = ("--selectors", "oracle", "--reads", "0.4", "--recovery", "none")
+        shape = ("--windows", 1, "--length", 64, "--calibration-windows", 1)
+        ran = mreader("compare", olmoe_tiny, "--tokens", TOKENS, *shape, *options)
+        assert ran.code == 0, ran.err
+        assert "KL less top-k's" in ran.out
+        assert not [word for word in ("inf", "±", "two standard errors") if word in ran.out]
+
     def test_a_source_is_sketched_as_asked(self, rows: list[dict[str, Any]], olmoe_tiny: Path) -> None:
         """Quaternary codes and a recovery map of rank 64: two bytes a channel and rank more, so fewer channels."""
         options = ("--reads", 0.4, "--selectors", "reader", "--recovery", "map", "--keep", "topk")

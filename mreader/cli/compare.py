@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from json import dumps
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -179,7 +180,7 @@ def _threshold_table(runs: "Sequence[Run]") -> Table:
                 run.job.selector,
                 run.job.recovery,
                 percent(run.budget),
-                f"{100 * used:.2f} ± {100 * error:.2f} %",
+                f"{100 * used:.2f}{_give_or_take(100 * error, 2)} %",
                 *(percent(run.reads_of_quarter(quarter) or 0.0) for quarter in (0, 3)),
                 *(_difference(pairs.get((run.job, against))) for against in _AGAINST),
             )
@@ -187,7 +188,12 @@ def _threshold_table(runs: "Sequence[Run]") -> Table:
 
 
 def _difference(pair: "Pair | None") -> str:
-    return "" if pair is None else f"{pair.difference:+.4f} ± {pair.error:.4f}"
+    return "" if pair is None else f"{pair.difference:+.4f}{_give_or_take(pair.error, 4)}"
+
+
+def _give_or_take(error: float, digits: int) -> str:
+    """The standard error; nothing where there is one window alone, which tells of none."""
+    return f" ± {error:.{digits}f}" if isfinite(error) else ""
 
 
 def _ablation_table(runs: "Sequence[Run]") -> Table:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -74,10 +74,10 @@ class Count:
 
 
 def count_verdicts(runs: Sequence[Run]) -> list[Count]:
-    """At the budget, and at the reads that the thresholds really used, where there are such runs."""
+    """At the budget, and at the reads that the thresholds really used, where there are such runs of several windows."""
     counts = []
     for against in ("topk", MATCHED):
-        verdicts = [pair.verdict for pair in keep_pairs(runs, against)]
+        verdicts = [pair.verdict for pair in keep_pairs(runs, against) if isfinite(pair.error)]
         if verdicts:
             counts.append(Count(against, *(verdicts.count(verdict) for verdict in ("win", "tie", "loss"))))
     return counts
