@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from mreader.errors import UsageError
 from mreader.kernels import tuning
+from mreader.kernels.decode import tuned_blocks
 from mreader.kernels.tuning import (
     LayerShape,
     Measured,
@@ -171,6 +173,36 @@ def test_numbers_that_are_none_are_named_with_their_file(text: str, what: str) -
     user_file().write_text(f"[[measured]]\ndevice = 'x'\n{text}\n")
     with pytest.raises(UsageError, match=rf"tuning\.toml is no tuning file: {what} \(remove it"):
         configuration("screen", H200, QWEN3, 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "what"),
+    [
+        ("screen = { parts = 3 }", "screen parts = 3 (choose 1, 2, 4 or 8"),
+        ("exact = { warps = 3 }", "exact warps = 3 (choose a power of 2 up to 32"),
+        ("finish = { columns = 24 }", "finish columns = 24 (choose a power of 2"),
+        ("finish = { height = 2 }", "finish height, which this version does not know"),
+    ],
+)
+def test_what_no_kernel_can_run_with_is_named_with_its_file(parameters: str, what: str) -> None:
+    user_file().parent.mkdir(parents=True)
+    user_file().write_text(f"[[measured]]\ndevice = 'cpu'\n{SHAPE}\n[measured.batch.1]\n{parameters}\n")
+    with pytest.raises(UsageError, match=re.escape(f"{user_file()} has {what}")):
+        tuned_blocks(torch.device("cpu"), LayerShape(4, 2, 64, 8), 1)
+
+
+def test_the_kernels_run_with_all_that_is_shipped() -> None:
+    shipped = known_tuning()
+    everything = [shipped.default, *(kernels for entry in shipped.measured for kernels in entry.batches.values())]
+    everything += [
+        {kernel: {name: value}}
+        for kernel, tried in shipped.candidates.items()
+        for name, values in tried.items()
+        for value in values
+    ]
+    for kernels in everything:
+        with trial({kernel: found for kernel, found in kernels.items() if not kernel.startswith("dense")}):
+            tuned_blocks(torch.device("cpu"), QWEN3, 1)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.score_kernel import score_kernel
 from mreader.kernels.screen_kernel import screen_kernel
 from mreader.kernels.select_kernel import select_kernel
-from mreader.kernels.tuning import LayerShape, configuration, device_name
+from mreader.kernels.tuning import LayerShape, configuration, device_name, user_file
 from mreader.reader import ExpertLayer, ReadSettings
 
 # Bins of the scores, by the upper bits of their 31: half an octave, and a 512th in a window of 32 octaves.
@@ -103,6 +103,8 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
 class Blocks:
     """Meta-parameters, <kernel>_<parameter> of tuning.toml: warps of a program, and how much it takes on.
 
+    Warps are a power of 2 up to 32.
+
     screen_parts:     warps that share the coordinates of a block: 1, 2, 4 or 8
     screen_warps:     of a program; each has a block, a part of its coordinates and a strip of channels
     screen_words:     words of 16 codes that a lane loads of a coordinate: 1, 2 or 4
@@ -111,13 +113,13 @@ class Blocks:
     screen_registers: of a thread, 0 as many as the compiler likes; fewer let more warps be under way side by side
     score_channels:   of a program: 32 or 64, and 32 or more a warp
     select_chunk:     candidates of a program, a power of 2 from 32 to 1024; more where a token has very many
-    select_warps:     a power of 2; fewer where a warp would have less than 32 candidates
-    recovery_rows:    channels that a program of the recovery sum takes
-    exact_channels:   kept channels that a program takes side by side
+    select_warps:     fewer where a warp would have less than 32 candidates
+    recovery_rows:    channels that a program of the recovery sum takes, a power of 2
+    exact_channels:   kept channels that a program takes side by side, a power of 2
     exact_steps:      how many times it does; 0 as often as lets all programs be under way at once
     exact_programs:   that are under way at once on a multiprocessor
     exact_ahead:      tokens whose certain rows are sent to the L2 cache while select is at work; from Hopper on
-    finish_columns:   of the output
+    finish_columns:   of the output, a power of 2
     """
 
     rotate_warps: int = 4
@@ -141,6 +143,12 @@ class Blocks:
     finish_warps: int = 1
 
     def __post_init__(self) -> None:
+        for name in _WARPS:
+            if getattr(self, name) not in (1, 2, 4, 8, 16, 32):
+                raise UsageError(_said(self, name), "choose a power of 2 up to 32 in the tuning file")
+        for name in _POWERS_OF_2:
+            if getattr(self, name) < 1 or getattr(self, name).bit_count() != 1:
+                raise UsageError(_said(self, name), "choose a power of 2 in the tuning file")
         if self.screen_parts not in (1, 2, 4, 8):
             raise UsageError(f"screen parts = {self.screen_parts}", "choose 1, 2, 4 or 8 in the tuning file")
         if self.screen_words not in (1, 2, 4):
@@ -173,6 +181,12 @@ class Blocks:
 
 
 _PARAMETERS = frozenset(field.name for field in fields(Blocks))
+_WARPS = tuple(sorted(name for name in _PARAMETERS if name.endswith("_warps")))
+_POWERS_OF_2 = ("recovery_rows", "exact_channels", "finish_columns")  # Triton has no other ranges
+
+
+def _said(blocks: Blocks, name: str) -> str:
+    return f"{name.replace('_', ' ')} = {getattr(blocks, name)}"
 
 
 def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
@@ -185,8 +199,11 @@ def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
     }
     if unknown := found.keys() - _PARAMETERS:
         what = ", ".join(sorted(unknown)).replace("_", " ")
-        raise UsageError(f"the tuning file has {what}, which this version does not know", "run `mreader tune` again")
-    return Blocks(**found)
+        raise UsageError(f"{user_file()} has {what}, which this version does not know", "run `mreader tune` again")
+    try:
+        return Blocks(**found)
+    except UsageError as error:  # the shipped file has nothing that they refuse
+        raise UsageError(f"{user_file()} has {error.cause}", error.remedy) from error
 
 
 def decode(
