@@ -257,7 +257,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     its sort takes depends on how many rows it gives to a program: 3 us or 27, for 8 rows of 128.
     """
     count = x.shape[dim]
-    if k > _FEW_LARGEST or count > _FEW_NUMBERS or x.dtype not in _UP_TO_FLOAT32:
+    if not 0 < k <= min(count, _FEW_LARGEST) or count > _FEW_NUMBERS or x.dtype not in _UP_TO_FLOAT32:
         values, indices = x.sort(dim=dim, descending=largest, stable=True)
         return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
     order = _in_order(x) if largest else ~_in_order(x)

@@ -71,12 +71,15 @@ def compile_launch(target: GPUTarget, kernel: Any, warps: int, arguments: tuple[
         if not parameter.is_constexpr and (isinstance(value, Tensor) or value % 16 == 0):
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
-    triton.compile(source, target=target, options={"num_warps": warps, **options})
+    compiled = triton.compile(source, target=target, options={"num_warps": warps, **options})
+    if "maxnreg" in options and f".maxnreg {options['maxnreg']}" not in compiled.asm["ptx"]:
+        raise SystemExit(f"{kernel.fn.__name__} is compiled without a limit of {options['maxnreg']} registers")
 
 
 def main(capability: int) -> None:
     """Compile all stages, for experts on one rank and on several, down to the smallest numbers."""
     target, dependent = GPUTarget("cuda", capability, 32), capability >= 90
+    limited: list[int] = []
     decode.has_dependent_launch = lambda device: dependent  # type: ignore[assignment]
     for shape, slots, settings, shared in (
         ((3, 130, 37), 2, ReadSettings(20, 80, "variance", 8), False),
@@ -86,11 +89,15 @@ def main(capability: int) -> None:
 
         def launch(kernel: Any, grid: tuple[int, ...], warps: int, *arguments: Any, **constants: Any) -> None:
             more = decode.launch_options(dependent)
+            limited.extend(value for name, value in constants.items() if name == "maxnreg")
             compile_launch(target, kernel, warps, arguments, **constants, **more)
 
         stages._launch = launch  # type: ignore[method-assign]
         for stage in STAGES:
+            limited.clear()
             getattr(stages, stage)()
+            if stage == "screen" and limited != [80]:
+                raise SystemExit(f"the screen is launched with limits of registers {limited}, not 80")
 
 
 if __name__ == "__main__":

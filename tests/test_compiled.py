@@ -235,11 +235,35 @@ def test_the_largest_are_topk_s(few: bool, dim: int, largest: bool, monkeypatch:
             assert torch.equal(found, expected)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
+
+
+@pytest.mark.parametrize("k", [0, 1, 16, 17, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_are_topk_s_in_every_dtype(dtype: torch.dtype, k: int) -> None:
+    """None, few and many of a row; numbers that float32 cannot tell apart where the dtype can."""
+    x = torch.randperm(3 * 40, generator=torch.Generator().manual_seed(0)).view(3, 40).to(dtype)
+    if dtype in (torch.float64, torch.int64):
+        x += 2**40
+    values, indices = compiled._topk(x, k)
+    expected = x.topk(k)
+    assert values.dtype == dtype
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices, expected.indices)
+
+
+@pytest.mark.parametrize("k", [3, 16])
+def test_more_than_there_are_is_refused_as_by_topk(k: int) -> None:
+    with pytest.raises(RuntimeError):
+        compiled._topk(torch.zeros(2, 2), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("largest", [True, False])
-def test_of_equal_numbers_the_first_are_chosen(largest: bool) -> None:
-    x = torch.tensor([[0.0, 5.0, -0.0, 5.0, 5.0]]) * (1 if largest else -1)
-    values, indices = compiled._topk(x, 4, -1, largest)
-    assert indices.tolist() == [[1, 3, 4, 0]]
+def test_of_equal_numbers_the_first_are_chosen(largest: bool, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-0.0, 5.0, 0.0, 5.0, 5.0]], dtype=dtype) * (1 if largest else -1)
+    values, indices = compiled._topk(x, 5, -1, largest)
+    assert indices.tolist() == [[1, 3, 4, 0, 2]]
     assert torch.equal(values, x[0, indices])
 
 
@@ -248,6 +272,7 @@ def test_places_of_what_is_no_number_are_places() -> None:
     x = torch.tensor(
         [[1.0, math.nan, 3.0, math.inf, math.nan], [math.nan] * 5, [-math.inf, math.nan, -math.inf, 0.0, 0.0]]
     )
+    x[0, 1] = -x[0, 1]  # the sign of what is no number is none
     values, indices = compiled._topk(x, 3)
     assert indices.tolist() == [[1, 4, 3], [0, 1, 2], [1, 3, 4]]
     torch.testing.assert_close(values, x.gather(-1, indices), rtol=0, atol=0, equal_nan=True)

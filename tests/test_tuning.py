@@ -110,6 +110,21 @@ def test_what_is_written_is_read_back_and_merged(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["tuning.toml"]
 
 
+def test_whatever_tuning_may_find_is_read_back(tmp_path: Path) -> None:
+    """Every value that is tried, beside the defaults of its kernel."""
+    shipped, file = known_tuning(), tmp_path / "tuning.toml"
+    for kernel, tried in shipped.candidates.items():
+        for name, values in tried.items():
+            batches = {
+                batch: {kernel: {**shipped.default.get(kernel, {}), name: value}}
+                for batch, value in enumerate(values, start=1)
+            }
+            found = (Measured(H200, QWEN3, None, batches),)
+            file.unlink(missing_ok=True)
+            write_measured(file, found)
+            assert read_measured(file) == found
+
+
 def test_the_user_s_file_goes_over_the_shipped_one(monkeypatch: pytest.MonkeyPatch) -> None:
     write_measured(user_file(), (measured(QWEN3, {8: 31}, sparse_up_to=7),))
     assert configuration("screen", H200, QWEN3, 8) == {**known_tuning().default["screen"], "warps": 31}
@@ -139,7 +154,8 @@ def test_the_shipped_file_holds_together() -> None:
     for entry in shipped.measured:
         for kernels in entry.batches.values():
             for kernel, parameters in kernels.items():
-                assert set(parameters) <= set(shipped.candidates[kernel])
+                tried = shipped.candidates[kernel]
+                assert all(value in tried[name] for name, value in parameters.items()), f"{entry.shape}, {kernel}"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +178,7 @@ SHAPE = "shape = { experts = 4, routed = 2, hidden = 64, channels = 8 }"
         (SHAPE.replace("= 4,", "= 'a',"), "experts = 'a'"),
         (SHAPE + "\nsparse_up_to = 'a'", "sparse_up_to = 'a'"),
         (SHAPE + "\n[measured.batch.0]\nexact = { steps = 1 }", "batch = 0"),
-        (SHAPE + "\n[measured.batch.1]\nexact = { steps = 0 }", "exact steps = 0"),
+        (SHAPE + "\n[measured.batch.1]\nexact = { channels = 0 }", "exact channels = 0"),
         (SHAPE + "\n[measured.batch.1]\nexact = { ahead = -1 }", "exact ahead = -1"),
         (SHAPE + "\n[measured.batch.1]\nexact = { ahead = true }", "exact ahead = True"),
         (SHAPE + "\n[measured.batch.1]\nscreen = { ahead = 0.9 }", "screen ahead = 0.9"),

@@ -55,7 +55,8 @@ class DecodeLayer:
     coeffs:     (E, I, stored rank) float16
     code:       which levels the codes mean
     activation: its name, as in mreader.activations
-    norms:      rank in use -> what `to_norms` makes of it, kept from the first call with that rank on
+    norms:      rank in use -> what `to_norms` makes of it: of the stored rank from the start, of others from the first
+                call on, and for good, as captured graphs hold their address
     """
 
     gate_up: Tensor
@@ -67,16 +68,16 @@ class DecodeLayer:
     coeffs: Tensor
     code: Code
     activation: str
-    norms: dict[int, Tensor] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def norms_for(self, rank: int) -> Tensor:
         """(E, I) int32 - what the score reads of a channel, with that rank in use."""
         if rank in self.norms:
             return self.norms[rank]
         norms = to_norms(self.down_norms, self.coeffs[..., :rank])
-        if not norms.is_cuda or not torch.cuda.is_current_stream_capturing():  # else it is made anew by each replay
-            self.norms[rank] = norms
-        return norms
+        if norms.is_cuda and torch.cuda.is_current_stream_capturing():  # made anew by each replay
+            return norms
+        return self.norms.setdefault(rank, norms)
 
 
 def repack(layer: ExpertLayer) -> DecodeLayer:
@@ -86,7 +87,7 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
     """
     if layer.down_bias is not None or not layer.activation.is_linear_in_up:
         raise UnsupportedError("the kernels do not know the experts' biases or activation", "read them with torch")
-    return DecodeLayer(
+    repacked = DecodeLayer(
         gate_up=layer.gate_up,
         down=layer.down,
         tiles=to_tiles(layer.codes, layer.scales, layer.errors, layer.code),
@@ -97,6 +98,8 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
         code=layer.code,
         activation=layer.activation.name,
     )
+    repacked.norms_for(layer.coeffs.shape[-1])
+    return repacked
 
 
 @dataclass(frozen=True)

@@ -213,9 +213,12 @@ def _parse_measured(data: Mapping[str, Any]) -> tuple[Measured, ...]:
     )
 
 
+_MAY_BE_ZERO = ("ahead", "registers", "steps")
+
+
 def _parse_kernels(kernels: Mapping[str, Any]) -> dict[str, Parameters]:
     return {
-        kernel: {name: _number(f"{kernel} {name}", value, name != "ahead") for name, value in found.items()}
+        kernel: {name: _number(f"{kernel} {name}", value, name not in _MAY_BE_ZERO) for name, value in found.items()}
         for kernel, found in kernels.items()
     }
 
