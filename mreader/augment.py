@@ -3,7 +3,7 @@
 E experts, H hidden size, I channels of an expert, r rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -89,20 +89,19 @@ class LayerAugmenter:
         def sketch(group: list[tuple[Matrix, Matrix]]) -> Sketch:
             return sketch_matrices([self._read(m) for pair in group for m in pair], signs_here, self._options.code)
 
-        sketches = list(self._pool.map(sketch, groups))
-        by_expert = {
-            "sketch_codes": torch.cat([s.codes for s in sketches]),
-            "sketch_scales": torch.cat([s.scales for s in sketches]),
-            "sketch_errors": torch.cat([s.errors for s in sketches]),
-        }
+        codes, scales, errors = _joined(
+            ((s.codes, s.scales, s.errors) for s in self._pool.map(sketch, groups)), 2 * len(matrices)
+        )
+        by_expert = {"sketch_codes": codes, "sketch_scales": scales, "sketch_errors": errors}
         return {**{name: t.view(-1, 2, *t.shape[1:]) for name, t in by_expert.items()}, "sketch_signs": signs}
 
     @cached_property
     def recovery(self) -> dict[str, Tensor]:
         """down_norms ||d_j||, recovery_basis U, recovery_coeffs b_j = U^T d_j (SPEC.md)."""
         basis = recovery_basis(self._down, self._options.rank, self._options.seed, self._pool.map)
-        columns = list(self._pool.map(lambda expert: _describe_columns(basis, expert), self._down))
-        norms, coeffs = (torch.stack(parts) for parts in zip(*columns, strict=True))
+        norms, coeffs = _joined(
+            self._pool.map(lambda expert: _describe_columns(basis, expert), self._down), len(self._down)
+        )
         return {
             "down_norms": _half(norms, "down_norms"),
             "recovery_basis": _half(basis, "recovery_basis"),
@@ -119,10 +118,27 @@ class LayerAugmenter:
 
 
 def _describe_columns(basis: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """||d_j|| (I,) and b_j = U^T d_j (I, r) of the columns of an expert's (H, I), both float32."""
+    """||d_j|| (1, I) and b_j = U^T d_j (1, I, r) of the columns of an expert's (H, I), both float32."""
     wide = down.float()
     # Row by row: a column at a time would read one number of each cache line.
-    return wide.square().sum(dim=0).sqrt_(), recovery_coeffs(basis, wide)
+    return wide.square().sum(dim=0).sqrt_()[None], recovery_coeffs(basis, wide)[None]
+
+
+def _joined(parts: Iterable[Sequence[Tensor]], rows: int) -> list[Tensor]:
+    """What follows one another, `rows` in all, as tensors that are there from the first part on.
+
+    A part that waited for the last one would lie in the middle of memory that had been an expert's on its way, and keep
+    all of it: gigabytes, now and then.
+    """
+    joined: list[Tensor] = []
+    row = 0
+    for part in parts:
+        joined = joined or [tensor.new_empty(rows, *tensor.shape[1:]) for tensor in part]
+        stop = row + len(part[0])
+        for whole, tensor in zip(joined, part, strict=True):
+            whole[row:stop] = tensor
+        row = stop
+    return joined
 
 
 def _half(values: Tensor, name: str) -> Tensor:
