@@ -110,6 +110,7 @@ class TestGenerate:
         ("options", "message"),
         [
             (["--prompt", ""], "the prompt is empty"),
+            (["--prompt", "a\udcff"], "the prompt is not UTF-8"),
             (["--prompt", "a", "--reads", "0.1"], "the least possible is 17.32 %"),
             (["--prompt", "a", "--reads", "0.3", "--channels", "0.1"], "both channels and reads"),
             (["--prompt", "a", "--temperature", "-1"], "temperature is -1"),

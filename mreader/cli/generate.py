@@ -57,7 +57,7 @@ def generate_command(
     if dense:
         _refuse_with_dense(budget)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    text = prompt if prompt is not None else sys.stdin.read()
+    text = _read_prompt(prompt)
     if not text:
         raise UsageError("the prompt is empty", "give --prompt some text, or pipe it in")
     model, tokenizer = load_model(path, budget, dtype, device)
@@ -102,3 +102,13 @@ def _print_stats(generation: "Generation") -> None:
             }
         )
     )
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The option's text, else what stdin has. UsageError for bytes that are none."""
+    try:
+        text = sys.stdin.read() if prompt is None else prompt
+        text.encode()  # what Python could not decode of an option it keeps as surrogates
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8", "convert it, for instance with iconv") from error
+    return text

@@ -223,11 +223,25 @@ def open_augmented(folder: Path) -> Augmented:
     checkpoint = open_checkpoint(folder)
     options = parse_config_entry(checkpoint.config.get("quantization_config") or {}, str(folder))
     manifest = read_manifest(folder)
+    _refuse_other_options(options, manifest)
     source = dequantized(_recorded_source(_read_json(folder / SOURCE), manifest))
     architecture = find_architecture(source)
     compare_configs(checkpoint.config, source.config)
     _compare(checkpoint.tensors, augmented_tensors(source, architecture, options))
     return Augmented(checkpoint, options, manifest, source, architecture)
+
+
+def _refuse_other_options(options: FormatOptions, manifest: Mapping[str, Any]) -> None:
+    """SourceError where config.json gives the tensors another meaning than they were made with: some fit both."""
+    made = manifest.get("options")
+    if not isinstance(made, dict):
+        return
+    for name in ("codes", "seed"):
+        if name in made and made[name] != getattr(options, name):
+            raise SourceError(
+                f"config.json has {name} {getattr(options, name)}, the checkpoint was converted with {made[name]}",
+                "put back the config.json that belongs to it",
+            )
 
 
 def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
