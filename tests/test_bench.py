@@ -552,6 +552,8 @@ def test_tuning_tries_everything_and_writes_an_entry(
     (entry,) = read_measured(tmp_path / "tuning.toml")
     assert (entry.device, entry.shape) == ("cpu", TINY)
     assert entry.batches[1] == {"finish": few.default["finish"]}, "nothing is faster where all take the same time"
+    tried, alone = [2 * still[-1]] * 3, [still[-1]] * 3  # an ordinary kernel behind each block that is tried
+    assert still == 2 * (tried + alone)
 
 
 def random_tiny_model(name: str, channels: float) -> Any:

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,8 +35,19 @@ from mreader.formats.coding import pack, unpack, values
 from mreader.kernels import decode as module
 from mreader.kernels import exact_kernel, screen_kernel
 from mreader.kernels.activation_kernel import activate, activation_kind
-from mreader.kernels.decode import Blocks, DecodeLayer, Stages, decode, decode_share, repack, tuned_blocks
+from mreader.kernels.decode import (
+    Blocks,
+    DecodeLayer,
+    Router,
+    Stages,
+    decode,
+    decode_routed,
+    decode_share,
+    repack,
+    tuned_blocks,
+)
 from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_norms, to_tiles
+from mreader.kernels.route import MOST_EXPERTS, route
 from mreader.kernels.select import top_k_mask
 from mreader.kernels.select_kernel import certain_from
 from mreader.kernels.tuning import LayerShape, known_tuning, trial
@@ -483,6 +495,106 @@ def test_a_token_that_is_not_finite_lists_coordinates_all_the_same(what: float) 
     x[0, 7] = what
     picked = rotate_tokens(x, 37).picked
     assert ((picked >= 0) & (picked < BLOCK)).all()
+
+
+# ---------------------------------------------------------------- route
+
+
+def stages_with(router: Router, layer: DecodeLayer, case: Case) -> Stages:
+    """Stages whose experts are chosen by `rotate`, of the case's tokens."""
+    x, ids, weights = make_inputs(case)
+    ids, weights = torch.full_like(ids, -7, dtype=torch.int32), torch.full_like(weights, 9.0, dtype=torch.float32)
+    return Stages(x, ids, weights, layer, case.settings, case.blocks, router=router)
+
+
+def route_tokens(logits: Tensor, routed: int, *, renormalize: bool = True) -> Stages:
+    """Only the first stage, of a small layer with so many experts."""
+    case = replace(THREE_TOKENS, ids=((0,) * routed,) * len(logits), shape=(logits.shape[1], 192, 3))
+    stages = stages_with(Router(logits, routed, renormalize), repack(make_layer(case)), case)
+    stages.rotate()
+    return stages
+
+
+@pytest.mark.parametrize(("experts", "routed"), [(1, 1), (3, 3), (60, 4), (128, 8), (200, 1), (256, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_are_the_router_s(experts: int, routed: int, dtype: torch.dtype, renormalize: bool) -> None:
+    """Weights are off by a rounding of each of some exponentials, their sum and a division: 1e-6. BF16 has ties."""
+    logits = (3 * gaussian(3, experts, seed=experts)).to(dtype)
+    stages = route_tokens(logits, routed, renormalize=renormalize)
+    ids, weights = route(logits, routed, renormalize)
+    assert torch.equal(stages.ids.long(), ids)
+    torch.testing.assert_close(stages.weights, weights, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1.0, 200.0])
+def test_logits_of_any_size_and_layout_are_read_right(size: float) -> None:
+    logits = size * gaussian(60, 3, seed=1).T
+    assert not logits.is_contiguous()
+    stages, (ids, weights) = route_tokens(logits, 4), route(logits, 4, renormalize=True)
+    assert torch.equal(stages.ids.long(), ids)
+    torch.testing.assert_close(stages.weights, weights, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (3, 6), (4, 5)])
+def test_logits_of_other_tokens_or_experts_are_refused(shape: tuple[int, int]) -> None:
+    router = Router(torch.zeros(shape, device=DEVICE), 2, renormalize=True)
+    with pytest.raises(UsageError, match=f"logits of shape {re.escape(str(shape))} for 3 tokens and 5 experts"):
+        stages_with(router, repack(make_layer(THREE_TOKENS)), THREE_TOKENS)
+
+
+def test_of_equal_logits_the_first_experts_are_chosen() -> None:
+    logits = torch.tensor([[0.0, -0.0, 0.0, 0.0, -1.0], [-2.0, 5.0, -2.0, -2.0, 5.0]], device=DEVICE)
+    assert route_tokens(logits, 3).ids.tolist() == [[0, 1, 2], [1, 4, 0]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+def test_logits_that_are_no_numbers_choose_as_many_experts() -> None:
+    """Each once, so that what follows stays within the layer's tensors; those behind the last one are none, -1."""
+    inf, nan = math.inf, math.nan
+    logits = torch.tensor([[nan] * 5, [-nan, 1.0, -inf, inf, nan], [-inf] * 5], device=DEVICE)
+    for row in route_tokens(logits, 5).ids.tolist():
+        named = [expert for expert in row if expert >= 0]
+        assert set(row) <= {-1, 0, 1, 2, 3, 4}
+        assert len(named) == len(set(named))
+    assert route_tokens(logits[2:], 2).ids.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_experts_chosen_on_the_way_are_served_like_others(case: Case) -> None:
+    """To the bit: the kernels behind the first one know no difference, and that one does nothing else to x."""
+    layer, (x, ids, _) = repack(make_layer(case)), make_inputs(case)
+    logits, routed = gaussian(len(x), case.shape[0], seed=1).to(case.dtype), min(ids.shape[1], case.shape[0])
+    case = replace(case, ids=tuple(row[:routed] for row in case.ids))
+    router = Router(logits, routed, renormalize=True)
+    stages = stages_with(router, layer, case)
+    y = stages.run()
+    assert torch.equal(y, decode(x, stages.ids, stages.weights, layer, case.settings, case.blocks))
+    assert torch.equal(y, decode_routed(x, router, layer, case.settings, case.blocks))
+
+
+def test_padding_has_no_experts() -> None:
+    case = replace(THREE_TOKENS, ids=((0, 1),) * 3)
+    layer, x = repack(make_layer(case)), make_inputs(case)[0]
+    router = Router(gaussian(3, 5, seed=2), 2, renormalize=True)
+    padded = replace(router, padding=torch.tensor([False, True, False], device=DEVICE))
+    stages = stages_with(padded, layer, case)
+    y, expected = stages.run(), decode_routed(x, router, layer, case.settings, case.blocks)
+    assert stages.ids[1].tolist() == [-1, -1]
+    assert not y[1].any()
+    assert torch.equal(y[::2], expected[::2])
+
+
+@pytest.mark.parametrize(("experts", "routed"), [(MOST_EXPERTS + 1, 2), (3, 4), (3, 0)])
+def test_routers_that_the_kernels_do_not_compute_are_refused(experts: int, routed: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{routed} of {experts} experts"):
+        Router(torch.zeros(1, experts), routed, renormalize=False)
+
+
+def test_no_tokens_have_no_experts() -> None:
+    layer = repack(make_layer(THREE_TOKENS))
+    x, logits = torch.empty(0, 192, device=DEVICE), torch.empty(0, 5, device=DEVICE)
+    assert decode_routed(x, Router(logits, 2, renormalize=True), layer, THREE_TOKENS.settings).shape == (0, 192)
 
 
 # ---------------------------------------------------------------- screen and score
@@ -972,7 +1084,7 @@ QWEN3_30B, OLMOE, GEMMA4_26B = (
 BEST_STEPS = [
     *((QWEN3_30B, 707, n, steps) for n, steps in ((1, 1), (2, 1), (4, 2), (8, 4), (16, 8), (32, 15), (64, 30))),
     *((OLMOE, 942, n, steps) for n, steps in ((1, 1), (2, 2), (4, 3), (8, 5), (16, 10), (32, 20))),
-    *((GEMMA4_26B, 648, n, steps) for n, steps in ((1, 1), (2, 2), (4, 2), (8, 4), (16, 11))),
+    *((GEMMA4_26B, 648, n, steps) for n, steps in ((1, 1), (2, 1), (4, 2), (8, 4), (16, 11))),
 ]
 
 
@@ -1212,7 +1324,7 @@ def test_a_graph_replays_the_bits_of_an_eager_call(tokens: int) -> None:
 @pytest.mark.parametrize("warps", [4, 8])
 def test_tokens_of_a_large_batch_have_the_bits_that_they_have_alone(warps: int) -> None:
     ids = tuple(tuple((5 * n + 3 * s) % 16 for s in range(8)) for n in range(64))
-    case = replace(REAL[0], ids=ids, blocks=Blocks(screen_warps=warps))
+    case = replace(REAL[0], ids=ids, blocks=Blocks(screen_warps=warps, exact_steps=4))
     (x, ids_of, weights), layer = make_inputs(case), repack(make_layer(case))
     together = decode(x, ids_of, weights, layer, case.settings, case.blocks)
     for n in (0, 31, 63):

@@ -35,6 +35,7 @@ from mreader.bench.checkpoint import write_random
 from mreader.bench.shapes import SHAPES, ModelShape
 from mreader.errors import SourceError, UnsupportedError, UsageError
 from mreader.formats.augmented import FormatOptions
+from mreader.kernels.route import route
 from mreader.kernels.tuning import LayerShape
 from mreader.progress import Progress
 
@@ -157,6 +158,86 @@ def test_a_quarter_of_the_channels_gives_the_transformers_runtime_s_tokens(model
     tokens = served(folder / f"{model}-mreader", json.dumps(QUARTER))
     assert tokens == generated(folder / f"{model}-mreader", QUARTER)
     assert tokens != served(folder / model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plain", [True, False], ids=["router of its own", "vLLM's router"])
+def test_a_reader_that_is_given_logits_answers_alike(
+    model: str, plain: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernels choose the experts of steps that only decode; here their definition does."""
+    from mreader.vllm.experts import RoutedExpertsMethod
+
+    chosen: list[int] = []
+
+    def choose(self: Any, x: torch.Tensor, logits: torch.Tensor, *routing: Any) -> torch.Tensor:
+        *routing, padding = routing
+        chosen.append(len(x))
+        ids, weights = route(logits, *routing)
+        if padding is not None:
+            ids = torch.where(padding[:, None], -1, ids)
+        return self._sparse(x, ids, weights)  # type: ignore[no-any-return]
+
+    expected = served(folder / f"{model}-mreader", json.dumps(QUARTER))
+    served.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(RoutedExpertsMethod, "is_monolithic", True)
+        patch.setattr(RoutedExpertsMethod, "_sparse_by_logits", choose)
+        patch.setattr("mreader.vllm.experts.is_plain", lambda router: plain)
+        assert served(folder / f"{model}-mreader", json.dumps(QUARTER)) == expected
+    served.cache_clear()
+    assert bool(chosen) == plain
+
+
+def test_which_routers_the_kernels_stand_in_for() -> None:
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+
+    from mreader.vllm.experts import is_plain
+
+    class Other(FusedTopKRouter):
+        pass
+
+    router = FusedTopKRouter(top_k=2, global_num_experts=8)
+    assert is_plain(router)
+    assert not is_plain(FusedTopKRouter(top_k=2, global_num_experts=8, scoring_func="sigmoid"))
+    assert not is_plain(FusedTopKRouter(top_k=2, global_num_experts=512))
+    assert not is_plain(Other(top_k=2, global_num_experts=8))
+    for name, value in (("capture_fn", print), ("eplb_state", object()), ("_routing_replay_out", torch.empty(1))):
+        router = FusedTopKRouter(top_k=2, global_num_experts=8)
+        setattr(router, name, value)
+        assert not is_plain(router)
+
+
+@pytest.mark.parametrize(
+    ("repacked", "whole", "asked", "expected"),
+    [
+        (object(), True, False, True),
+        (None, True, False, False),
+        (object(), False, False, False),
+        (object(), True, True, False),
+    ],
+)
+def test_when_vllm_hands_over_logits(repacked: object, whole: bool, asked: bool, expected: bool) -> None:
+    """Kernels serve all experts, and nobody else asks which."""
+    from mreader.vllm.experts import RoutedExpertsMethod
+
+    method = SimpleNamespace(repacked=repacked, whole=whole, routing_is_asked_for=asked)
+    assert RoutedExpertsMethod.is_monolithic.fget(method) == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("config", "asks"),
+    [
+        (SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=True)), True),
+        (SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=True)), True),
+        (SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=False)), False),
+        (SimpleNamespace(), False),
+    ],
+)
+def test_whether_vllm_is_to_say_which_experts_served(config: Any, asks: bool) -> None:
+    from mreader.vllm.experts import asks_for_routing
+
+    assert asks_for_routing(config) == asks
 
 
 @pytest.mark.parametrize("model", MODELS)

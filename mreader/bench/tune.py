@@ -1,4 +1,8 @@
-"""Which launch parameters are fastest on this GPU: kernel after kernel, every candidate, the whole block timed."""
+"""Which launch parameters are fastest on this GPU: kernel after kernel, every candidate, the whole block timed.
+
+Between blocks runs an ordinary kernel, as in a model: parameters that are alike in a row of blocks, whose kernels start
+while those before them end, may be a microsecond apart there.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,12 +117,13 @@ def _tune_batch(
 ) -> TunedRow:
     batch = len(calls[0].x)
     start = {kernel: known.parameters(kernel, device, shape, batch) for kernel in candidates}
+    ordinary = calls[0].x.clone().neg_
 
     def measure(kernel: str, parameters: Mapping[str, Parameters]) -> float | None:
         progress.advance(1)
         block = blocks["dense" if kernel.startswith("dense") else "sparse"]
         with trial(parameters):
-            return _time_or_none([block(call) for call in calls])
+            return _time_or_none([run for call in calls for run in (block(call), ordinary)])
 
     best = search(start, candidates, measure)
     before = time_calls([blocks["sparse"](call) for call in calls])
@@ -128,7 +133,7 @@ def _tune_batch(
 
 
 def _time_or_none(calls: Sequence[Callable[[], Tensor]]) -> float | None:
-    """Microseconds of a call, or None where a kernel wants more shared memory or registers than the GPU has."""
+    """Mean microseconds of a call, or None where a kernel wants more shared memory or registers than the GPU has."""
     from triton.runtime.errors import OutOfResources
 
     try:

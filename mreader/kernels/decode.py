@@ -26,7 +26,8 @@ from mreader.kernels.intrinsics import (
     multiprocessors,
 )
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_norms, to_tiles
-from mreader.kernels.rotate_kernel import rotate_kernel
+from mreader.kernels.rotate_kernel import rotate_kernel, route_and_rotate_kernel
+from mreader.kernels.route import MOST_EXPERTS
 from mreader.kernels.score_kernel import score_kernel
 from mreader.kernels.screen_kernel import screen_kernel
 from mreader.kernels.select_kernel import select_kernel
@@ -142,7 +143,7 @@ class Blocks:
     exact_programs: int = 2
     exact_warps: int = 8
     exact_ahead: int = 0
-    finish_columns: int = 16
+    finish_columns: int = 32
     finish_warps: int = 1
 
     def __post_init__(self) -> None:
@@ -209,6 +210,28 @@ def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
         raise UsageError(f"{user_file()} has {error.cause}", error.remedy) from error
 
 
+@dataclass(frozen=True)
+class Router:
+    """How a token's experts follow from its logits, as `mreader.kernels.route.route`.
+
+    logits:      (N, E) any float
+    routed:      K
+    renormalize: whether weights are a softmax over the K, else over all E
+    padding:     (N,) bool - tokens that have no experts, whose result is zero; None where all have
+    """
+
+    logits: Tensor
+    routed: int
+    renormalize: bool
+    padding: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.routed <= self.logits.shape[1] <= MOST_EXPERTS:
+            raise UnsupportedError(
+                f"{self.routed} of {self.logits.shape[1]} experts: the kernels choose among {MOST_EXPERTS} at most"
+            )
+
+
 def decode(
     x: Tensor, ids: Tensor, weights: Tensor, layer: DecodeLayer, settings: ReadSettings, blocks: Blocks | None = None
 ) -> Tensor:
@@ -220,7 +243,8 @@ def decode(
     returns: (N, H) dtype of x
 
     Estimates are sums of integers, exact within a block but for x' and the FP16 that each is stored as. The same input
-    gives the same bits; a token's result depends on its neighbours only where `blocks` does.
+    gives the same bits; a token's result depends on its neighbours only by their number, where `blocks`, or the steps
+    that follow from it, do: sums in float32 have another order then.
     """
     if len(x) == 0:
         return torch.empty_like(x)
@@ -240,13 +264,28 @@ def decode_share(
     return Stages(x, ids, weights, layer, settings, blocks or _blocks_for(x, ids, layer), shared=True).run()
 
 
+def decode_routed(
+    x: Tensor, router: Router, layer: DecodeLayer, settings: ReadSettings, blocks: Blocks | None = None
+) -> Tensor:
+    """`decode` of tokens whose experts are chosen on the way, by the first of the kernels: a launch less.
+
+    x:       (N, H) any float, contiguous
+    returns: (N, H) dtype of x
+    """
+    if len(x) == 0:
+        return torch.empty_like(x)
+    ids = torch.empty(len(x), router.routed, dtype=torch.int32, device=x.device)
+    weights = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
+    return Stages(x, ids, weights, layer, settings, blocks or _blocks_for(x, ids, layer), router=router).run()
+
+
 def _blocks_for(x: Tensor, ids: Tensor, layer: DecodeLayer) -> Blocks:
     E, I, H = layer.down.shape
     return tuned_blocks(x.device, LayerShape(E, ids.shape[1], H, I), len(x))
 
 
 def _steps_at_once(k: int, tokens: int, blocks: Blocks, multiprocessors: int) -> int:
-    """The fewest steps with which all programs are under way at once: a few programs more would take a second round."""
+    """The fewest steps with which all groups are under way at once: a few programs more would take a second round."""
     groups = max(multiprocessors * blocks.exact_programs // tokens, 1)
     return max(-(-k // (blocks.exact_channels * groups)), 1)
 
@@ -255,6 +294,7 @@ class Stages:
     """One call of the decode block, stage by stage; `run` for all of them. Tests and benchmarks look between.
 
     shared: whether `settings.k` is that of a token with all its K experts here; one with n of them keeps k n / K
+    router: what `rotate` writes ids (int32) and weights (float32) by; None where they are there
     """
 
     def __init__(
@@ -267,9 +307,11 @@ class Stages:
         blocks: Blocks,
         *,
         shared: bool = False,
+        router: Router | None = None,
     ) -> None:
         self.x, self.ids, self.weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        self.layer, self.settings, self.blocks, self.shared = layer, settings, blocks, shared
+        self.layer, self.settings, self.blocks = layer, settings, blocks
+        self.shared, self.router = shared, router
         self.experts, self.channels, self.hidden = layer.down.shape
         self.tokens, self.slots = ids.shape
         self.candidates = self.slots * self.channels
@@ -279,6 +321,10 @@ class Stages:
             raise UnsupportedError(f"{self.tokens} tokens of {self.slots} experts: send fewer at a time")
         if settings.rank > layer.basis.shape[1]:
             raise UsageError(f"rank {settings.rank} asked for, but rank {layer.basis.shape[1]} is stored")
+        if router is not None and router.logits.shape != (self.tokens, self.experts):
+            raise UsageError(
+                f"logits of shape {tuple(router.logits.shape)} for {self.tokens} tokens and {self.experts} experts"
+            )
         self.k = min(settings.k, self.candidates)
         self.nb = count_blocks(self.hidden)
         self.strips = triton.cdiv(triton.cdiv(self.channels, TILE), blocks.screen_words)
@@ -318,19 +364,30 @@ class Stages:
         return self.y
 
     def rotate(self) -> None:
-        """picked, block_info; clears the histogram and the list."""
+        """picked, block_info; clears the histogram and the list. With a router ids and weights as well."""
         errors_known = self.settings.score == "rho"
+        arguments = (self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows)
+        numbers = (self.hidden, self.rows.shape[1], -1)
+        constants = {
+            "COORDINATES": self.settings.coordinates,
+            "NOISE_READ": 1.0 if errors_known else self.layer.code.noise_read,
+            "NOISE_UNREAD": 1.0 if errors_known else self.layer.code.noise_unread,
+            "HISTOGRAM": self.histogram.shape[1],
+            "nb": self.nb,
+        }
+        warps = self.blocks.rotate_warps
+        if self.router is None:
+            self._launch(rotate_kernel, (self.nb, self.tokens), warps, *arguments, *numbers, **constants)
+            return
         self._launch(
-            rotate_kernel,
-            (self.nb, self.tokens),
-            self.blocks.rotate_warps,
-            *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows),
-            *(self.hidden, self.rows.shape[1], -1),
-            COORDINATES=self.settings.coordinates,
-            NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
-            NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
-            HISTOGRAM=self.histogram.shape[1],
-            nb=self.nb,
+            route_and_rotate_kernel,
+            (1 + self.nb, self.tokens),
+            warps,
+            *(self.router.logits.contiguous(), self.ids, self.weights, self.router.padding, self.slots),
+            *(*arguments, *numbers),
+            EXPERTS=self.experts,
+            RENORMALIZE=self.router.renormalize,
+            **constants,
         )
 
     def screen(self) -> None:
@@ -355,6 +412,7 @@ class Stages:
             EAGER=self.blocks.screen_registers > 0,  # few registers do not hold what is under way
             SCORE=self.settings.score,
             RANK=self.rank,
+            ROUTED=self.router is not None,
             AHEAD=self.blocks.screen_ahead if self.dependent else 0,
             WARPS=self.blocks.screen_warps,
             **limited_registers(self.blocks.screen_registers),

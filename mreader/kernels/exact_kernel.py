@@ -88,7 +88,7 @@ def exact_kernel(
         tl.store(outputs + (token.to(tl.int64) * groups + program) * hidden + h, y, mask=inside)
     elif RANK > 0:
         piece = token * slots * PIECES + program - groups
-        serving = tl.load(ids + piece // PIECES).to(tl.int64)
+        serving = tl.load(ids + piece // PIECES, cache_modifier=".cg").to(tl.int64)
         serving = tl.where((serving >= 0) & (serving < experts), serving, 0)
         start = piece % PIECES * PIECE
         of_slot, of_expert = piece // PIECES * channels + start, serving * channels + start
@@ -127,7 +127,7 @@ def _fetch_ahead(
     candidates = slots * channels
     inside = part * (32 * WARPS) + lanes < candidates
     candidate = tl.minimum(part * (32 * WARPS) + lanes, candidates - 1)
-    expert, j = tl.load(ids + candidate // channels).to(tl.int64), candidate % channels
+    expert, j = tl.load(ids + candidate // channels, cache_modifier=".cg").to(tl.int64), candidate % channels
     key = tl.load(keys + candidate, cache_modifier=".cg")
     if SHARED:
         k = share_of_token(k, ids, experts, slots, SLOTS_UP)

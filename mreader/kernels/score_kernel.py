@@ -46,10 +46,13 @@ def score_kernel(
     tiles: tl.constexpr = (channels + 63) // 64
     of_part: tl.constexpr = TILES * 128
     here = token * tl.num_programs(1) + slot
-    expert = tl.load(ids + here).to(tl.int64)
+    # The screen lets this kernel start once it has waited for rotate. What rotate wrote is thus in the L2 cache before
+    # this kernel has waited for the screen, and so are the ids; the L1 cache, which .cg passes by, may hold what was
+    # there earlier.
+    expert = tl.load(ids + here, cache_modifier=".cg").to(tl.int64)
     served = (expert >= 0) & (expert < experts)
     expert = tl.where(served, expert, 0)
-    weight = tl.where(served, tl.load(weights + here).to(tl.float32), 0.0)
+    weight = tl.where(served, tl.load(weights + here, cache_modifier=".cg").to(tl.float32), 0.0)
     # Blocks behind the last repeat it, and channels likewise, so that no load needs a mask.
     blocks_up: tl.constexpr = triton.next_power_of_2(nb)
     i = tl.arange(0, blocks_up)
@@ -58,8 +61,6 @@ def score_kernel(
     inside = j < channels
     row = tl.minimum(j, channels - 1)
 
-    # The screen lets this kernel start once it has waited for rotate. What rotate wrote is thus in the L2 cache before
-    # this kernel has waited for the screen; the L1 cache, which .cg passes by, may hold what was there earlier.
     blocks += token * 3 * nb + block
     unit = tl.max(tl.load(blocks, cache_modifier=".cg"), axis=0)
 

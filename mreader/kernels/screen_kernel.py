@@ -14,6 +14,7 @@ from mreader.kernels.intrinsics import (
     load_together,
     selector_of_lane,
     vector,
+    wait_for_earlier,
     wait_for_earlier_after,
 )
 
@@ -48,6 +49,7 @@ def screen_kernel(
     EAGER: tl.constexpr,  # whether sums begin with the first words that come
     SCORE: tl.constexpr,
     RANK: tl.constexpr,
+    ROUTED: tl.constexpr,  # whether the ids are rotate's, else they were there before it
     AHEAD: tl.constexpr,  # 1 where what score and recovery read is fetched ahead, else 0
     WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -61,10 +63,12 @@ def screen_kernel(
     PROGRAMS: tl.constexpr = (nb * PARTS * STRIPS + WARPS - 1) // WARPS
     here = tl.program_id(1)
     token = here // slots
-    expert = tl.load(ids + here).to(tl.int64)
+    if ROUTED:
+        wait_for_earlier(DEPENDENT)
+    expert = tl.load(ids + here, cache_modifier=".cg").to(tl.int64)
     # A slot without expert takes the same way with expert 0, so that no branch holds up the loads.
     expert = tl.where((expert >= 0) & (expert < experts), expert, 0)
-    if AHEAD > 0:
+    if AHEAD > 0 and not ROUTED:
         # Rotate lets this kernel start once the ids are known. While it is at work, memory is idle.
         _fetch_part(scales, expert, nb * 128 * tiles, PROGRAMS, WARPS, DEPENDENT)
         _fetch_part(norms, expert, channels, PROGRAMS, WARPS, DEPENDENT)
@@ -81,7 +85,8 @@ def screen_kernel(
     word = strip * (8 * WORDS) + of_strip
     of_rows = (expert * nb + block) * (128 * 8) * tiles + tl.where(word < tiles * 8, word, 0)
     first = (token * nb + block) * 128 + part * SHARE + lane % 4 * (SHARE // 4)
-    wait_for_earlier_after((of_rows.to(tl.int32) | first) & 0x7FFFFFFF, never, DEPENDENT)
+    if not ROUTED:  # else addresses and the list come together
+        wait_for_earlier_after((of_rows.to(tl.int32) | first) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
     of_token = blocks + token * 3 * nb
     unit = tl.load(of_token + block) / (UNIT * _token_unit(of_token, nb))

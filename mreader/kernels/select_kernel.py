@@ -151,7 +151,7 @@ def select_kernel(
 def share_of_token(k, ids, experts, slots, SLOTS_UP: tl.constexpr):
     """round(k n / K), n of the K experts being here."""
     slot = tl.arange(0, SLOTS_UP)
-    here = tl.load(ids + slot, mask=slot < slots, other=-1)
+    here = tl.load(ids + slot, mask=slot < slots, other=-1, cache_modifier=".cg")
     n = tl.sum(((here >= 0) & (here < experts)).to(tl.int32), axis=0)
     return (2 * k * n + slots) // (2 * slots)
 
@@ -160,10 +160,10 @@ def share_of_token(k, ids, experts, slots, SLOTS_UP: tl.constexpr):
 def _entry(candidate, ids, weights, experts, slots, channels: tl.constexpr):
     """Row e * I + j, and the weight's bits."""
     slot = tl.minimum(candidate // channels, slots - 1)
-    expert = tl.load(ids + slot).to(tl.int64)
+    expert = tl.load(ids + slot, cache_modifier=".cg").to(tl.int64)
     served = (expert >= 0) & (expert < experts)
     row = tl.where(served, expert, 0).to(tl.int32) * channels + candidate % channels
-    return row, tl.load(weights + slot).to(tl.float32).to(tl.int32, bitcast=True)
+    return row, tl.load(weights + slot, cache_modifier=".cg").to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit

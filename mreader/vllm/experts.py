@@ -8,6 +8,7 @@ the down projection in another layout, and with it a second copy. Elsewhere both
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from mreader.activations import Activation, get_activation
@@ -27,6 +29,7 @@ from mreader.formats.augmented import FormatOptions
 from mreader.formats.safetensors_file import TensorSpec
 from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.exact import exact
+from mreader.kernels.route import MOST_EXPERTS
 from mreader.reader import ExpertLayer, ReadSettings
 from mreader.vllm.checkpoint import RoutedCheckpoint
 from mreader.vllm.phases import Rows, only_decodes, split_rows
@@ -55,13 +58,21 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(moe)
         self.number, self.checkpoint, self.options, self.budget = number, checkpoint, options, budget
-        self.compilation = get_current_vllm_config().compilation_config  # the mode of graphs is settled later
+        config = get_current_vllm_config()
+        self.compilation = config.compilation_config  # the mode of graphs is settled later
+        self.routing_is_asked_for = asks_for_routing(config)
         self.stored = checkpoint.layers[number]
         self.activation = get_activation(checkpoint.activation)
         self.taken: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self.settings: ReadSettings | None = None
         self.repacked: DecodeLayer | None = None
+        self.whole = False
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM hands over the router's logits: the first kernel of the reader can choose a token's experts."""
+        return self.repacked is not None and self.whole and not self.routing_is_asked_for
 
     def create_weights(
         self,
@@ -75,6 +86,7 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Parameters for the rank's part of the layer, under the format's names."""
         _refuse_unsupported(layer, self.activation)
         self.shard = _shard_of(layer, self.stored.experts, self.stored.channels)
+        self.whole = layer.expert_map is None and len(self.shard.experts) == self.stored.experts
         sizes = (len(self.shard.experts), self.stored.hidden, len(self.shard.channels))
         if sizes != (num_experts, hidden_size, intermediate_size_per_partition):
             raise UnsupportedError(
@@ -128,6 +140,11 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         y: Tensor = torch.ops.vllm.mreader_routed_experts(x, topk_ids, topk_weights, layer.layer_name)
         return y
 
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """(T, H): `apply` with the experts that the router's logits name."""
+        y: Tensor = torch.ops.vllm.mreader_routed_by_logits(x, router_logits, input_ids, layer.layer_name)
+        return y
+
     def compute(self, layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """y = sum over the token's experts of this rank, by the reader where the token is decoded.
 
@@ -138,15 +155,11 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
-        context = get_forward_context()
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         with current(x.device):
-            if self.settings is None or serves_any_mixture(context, capturing, self.compilation.cudagraph_mode):
-                return self._dense(x, ids, weights)
-            if only_decodes(context.attn_metadata):
-                forward = self._dense if self._is_faster_dense(x, ids) else self._sparse
+            forward = self._serving_all(x, ids.shape[1])
+            if forward is not None:
                 return forward(x, ids, weights)
-            rows = _split_once(context, len(x))
+            rows = _split_once(get_forward_context(), len(x))
             if rows is None:
                 return self._dense(x, ids, weights)
             y = torch.empty_like(x)
@@ -154,16 +167,51 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 y[part] = forward(x[part], ids[part], weights[part])
             return y
 
+    def compute_by_logits(self, runner: Any, x: Tensor, logits: Tensor, input_ids: Tensor | None) -> Tensor:
+        """`compute` with the experts that vLLM's router chooses; where it is a plain one, the reader does in its place.
+
+        logits: (T, E)
+        """
+        router = runner.router
+        # From 0.32 on vLLM may know rows that are padding, and its router gives them no experts.
+        padding = getattr(get_forward_context(), "is_padding", None)
+        fits = len(x) <= _TOKENS_AT_ONCE and (padding is None or len(padding) == len(x))
+        fits = fits and logits.shape == (len(x), self.stored.experts)
+        if fits and is_plain(router) and self._serving_all(x, router.top_k) == self._sparse:
+            return self._sparse_by_logits(x, logits, router.top_k, router.renormalize, padding)
+        weights, ids = router.select_experts(hidden_states=x, router_logits=logits, input_ids=input_ids)
+        return self.compute(runner.routed_experts, x, ids, weights)
+
+    def _serving_all(self, x: Tensor, routed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What computes the experts of all rows of the step; None where some of them decode and others do not."""
+        context = get_forward_context()
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.settings is None or serves_any_mixture(context, capturing, self.compilation.cudagraph_mode):
+            return self._dense
+        if only_decodes(context.attn_metadata):
+            return self._dense if self._is_faster_dense(x, routed) else self._sparse
+        return None
+
     def _sparse(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         assert self.settings is not None
         if self.repacked is None:
             return read_share(x, ids, weights, self._layer(), self.settings)
         from mreader.kernels.decode import decode, decode_share
 
-        forward = decode if len(self.shard.experts) == self.stored.experts else decode_share
+        forward = decode if self.whole else decode_share
         parts = [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, len(x), _TOKENS_AT_ONCE)]
         outputs = [forward(x[part], ids[part], weights[part], self.repacked, self.settings) for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _sparse_by_logits(
+        self, x: Tensor, logits: Tensor, routed: int, renormalize: bool, padding: Tensor | None
+    ) -> Tensor:
+        assert self.settings is not None
+        assert self.repacked is not None
+        from mreader.kernels.decode import Router, decode_routed
+
+        with current(x.device):
+            return decode_routed(x, Router(logits, routed, renormalize, padding), self.repacked, self.settings)
 
     def _dense(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = (self.parameters[part] for part in _WEIGHTS)
@@ -174,14 +222,14 @@ class RoutedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         every = torch.ones(*ids.shape, down.shape[1], dtype=torch.bool, device=x.device)
         return exact(x, ids, weights.float(), every, gate_up, down, self.activation).to(x.dtype)
 
-    def _is_faster_dense(self, x: Tensor, ids: Tensor) -> bool:
+    def _is_faster_dense(self, x: Tensor, routed: int) -> bool:
         """Whether the kernels read all channels of so large a batch faster than some."""
         if self.repacked is None:
             return False
         from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
 
         experts, channels, hidden = self.parameters["down_proj"].shape
-        return len(x) > largest_sparse_batch(device_name(x.device), LayerShape(experts, ids.shape[1], hidden, channels))
+        return len(x) > largest_sparse_batch(device_name(x.device), LayerShape(experts, routed, hidden, channels))
 
     def _layer(self) -> ExpertLayer:
         gate_up, down = (self.parameters[part].data for part in _WEIGHTS)
@@ -217,6 +265,26 @@ def serves_any_mixture(context: Any, capturing: bool, graphs: CUDAGraphMode) -> 
     if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
         return True
     return capturing and (graphs.mixed_mode() == CUDAGraphMode.FULL or not only_decodes(context.attn_metadata))
+
+
+def asks_for_routing(config: Any) -> bool:
+    """Whether vLLM is to return which experts served a token: it asks its own router then."""
+    parts = (getattr(config, name, None) for name in ("model_config", "aux_output_config"))  # vLLM 0.25, 0.32
+    return any(getattr(part, "enable_return_routed_experts", False) for part in parts)
+
+
+def is_plain(router: Any) -> bool:
+    """Whether vLLM's router takes the largest of a softmax, and nobody else wants to know which.
+
+    router: with the attributes of vLLM 0.25's; of a later one that lacks some, that is not known
+    """
+    wanted = {"scoring_func": "softmax", "eplb_state": None, "capture_fn": None, "_routing_replay_out": None}
+    missing = object()
+    return (
+        type(router) is FusedTopKRouter
+        and all(getattr(router, name, missing) == value for name, value in wanted.items())
+        and router.global_num_experts <= MOST_EXPERTS
+    )
 
 
 def _split_once(context: Any, rows: int) -> Rows | None:
@@ -273,8 +341,19 @@ def _routed_experts(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tenso
     return y
 
 
-def _routed_experts_shape(x: Tensor, ids: Tensor, weights: Tensor, name: str) -> Tensor:
+def _routed_by_logits(x: Tensor, logits: Tensor, input_ids: Tensor | None, name: str) -> Tensor:
+    """`RoutedExpertsMethod.compute_by_logits` likewise."""
+    runner = get_forward_context().no_compile_layers[name]
+    y: Tensor = runner.routed_experts.quant_method.compute_by_logits(runner, x, logits, input_ids)
+    return y
+
+
+def _like_x(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-direct_register_custom_op("mreader_routed_experts", _routed_experts, fake_impl=_routed_experts_shape)
+for _name, _operation in (
+    ("mreader_routed_experts", _routed_experts),
+    ("mreader_routed_by_logits", _routed_by_logits),
+):
+    direct_register_custom_op(_name, _operation, fake_impl=_like_x)

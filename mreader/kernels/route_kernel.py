@@ -1,0 +1,39 @@
+"""Choose a token's experts from its router's logits."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route_token(
+    logits,  # (N, E) any float
+    ids,  # (N, K) int32, written: by falling logit, equal ones by number
+    weights,  # (N, K) float32, written: their softmax over all experts, or over the K
+    padding,  # (N,) bool, of tokens that have no experts, -1; or None
+    token,
+    slots,
+    EXPERTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """An expert's place is the number of larger logits. Every place has an expert, whatever the logits hold.
+
+    Behind the last expert stand some that are smaller than any number; a token that gets one, as other logits are no
+    numbers, has no expert there.
+    """
+    EXPERTS_UP: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    expert = tl.arange(0, EXPERTS_UP)
+    inside = expert < EXPERTS
+    logit = tl.load(logits + token.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) * EXPERTS_UP - expert
+    place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
+    chosen = place < slots
+    share = tl.exp(logit - tl.max(logit, axis=0))
+    share /= tl.sum(tl.where(chosen, share, 0.0) if RENORMALIZE else share, axis=0)
+    if padding is not None:
+        inside = inside & (tl.load(padding + token) == 0)
+    to = token.to(tl.int64) * slots + place
+    tl.store(ids + to, tl.where(inside, expert, -1), mask=chosen)
+    tl.store(weights + to, share, mask=chosen)
