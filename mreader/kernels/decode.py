@@ -26,7 +26,7 @@ from mreader.kernels.intrinsics import (
     multiprocessors,
 )
 from mreader.kernels.layout import MOST_CANDIDATES, TILE, Tiles, to_norms, to_tiles
-from mreader.kernels.rotate_kernel import rotate_kernel, route_and_rotate_kernel
+from mreader.kernels.rotate_kernel import rotate_kernel
 from mreader.kernels.route import MOST_EXPERTS
 from mreader.kernels.score_kernel import score_kernel
 from mreader.kernels.screen_kernel import screen_kernel
@@ -365,29 +365,22 @@ class Stages:
 
     def rotate(self) -> None:
         """picked, block_info; clears the histogram and the list. With a router ids and weights as well."""
-        errors_known = self.settings.score == "rho"
-        arguments = (self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows)
-        numbers = (self.hidden, self.rows.shape[1], -1)
-        constants = {
-            "COORDINATES": self.settings.coordinates,
-            "NOISE_READ": 1.0 if errors_known else self.layer.code.noise_read,
-            "NOISE_UNREAD": 1.0 if errors_known else self.layer.code.noise_unread,
-            "HISTOGRAM": self.histogram.shape[1],
-            "nb": self.nb,
-        }
-        warps = self.blocks.rotate_warps
-        if self.router is None:
-            self._launch(rotate_kernel, (self.nb, self.tokens), warps, *arguments, *numbers, **constants)
-            return
+        errors_known, router = self.settings.score == "rho", self.router
+        logits, padding = (None, None) if router is None else (router.logits.contiguous(), router.padding)
         self._launch(
-            route_and_rotate_kernel,
-            (1 + self.nb, self.tokens),
-            warps,
-            *(self.router.logits.contiguous(), self.ids, self.weights, self.router.padding, self.slots),
-            *(*arguments, *numbers),
+            rotate_kernel,
+            (self.nb if router is None else 1 + self.nb, self.tokens),
+            self.blocks.rotate_warps,
+            *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows),
+            *(logits, self.ids, self.weights, padding),
+            *(self.hidden, self.rows.shape[1], self.slots, -1),
+            COORDINATES=self.settings.coordinates,
+            NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
+            NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
+            HISTOGRAM=self.histogram.shape[1],
+            nb=self.nb,
             EXPERTS=self.experts,
-            RENORMALIZE=self.router.renormalize,
-            **constants,
+            RENORMALIZE=router is not None and router.renormalize,
         )
 
     def screen(self) -> None:

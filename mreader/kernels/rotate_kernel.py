@@ -1,4 +1,4 @@
-"""Rotate a token and pick its coordinates: one program a (block, token)."""
+"""Rotate a token and pick its coordinates: one program a (block, token), and one that chooses the token's experts."""
 
 # mypy: ignore-errors
 
@@ -38,78 +38,21 @@ def rotate_kernel(
     blocks,  # (N, 3, nb) float32, written: UNIT / 2^e, sum of the picked x', energy of the error of a unit of noise
     histogram,  # (N, HISTOGRAM) int32, cleared for the scores
     rows,  # (N, listed) int64, -1 written, for the kept channels
+    logits,  # (N, E) any float, or None: then ids and weights are there
+    ids,  # (N, K), written if there are logits, then int32
+    weights,  # (N, K), written if there are logits, then float32
+    padding,  # (N,) bool, or None
     hidden,
     listed,
+    slots,
     never,  # -1
     COORDINATES: tl.constexpr,
     NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
     NOISE_UNREAD: tl.constexpr,
     HISTOGRAM: tl.constexpr,
     nb: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Rotate a block of a token, and pick its coordinates."""
-    _rotate_block(
-        tl.program_id(0), x, signs, picked, blocks, histogram, rows, hidden, listed, never,
-        COORDINATES, NOISE_READ, NOISE_UNREAD, HISTOGRAM, nb, DEPENDENT,
-    )  # fmt: skip
-
-
-@triton.jit
-def route_and_rotate_kernel(
-    logits,  # (N, E) any float
-    ids,  # (N, K) int32, written
-    weights,  # (N, K) float32, written
-    padding,  # (N,) bool, or None
-    slots,
-    x,  # (N, H) any float
-    signs,  # (H,) int8
-    picked,  # (N, nb, 128) int32, written: coordinate, hi and lo of its x' in 2, 1 and 1 bytes, by falling |Rx|
-    blocks,  # (N, 3, nb) float32, written: UNIT / 2^e, sum of the picked x', energy of the error of a unit of noise
-    histogram,  # (N, HISTOGRAM) int32, cleared for the scores
-    rows,  # (N, listed) int64, -1 written, for the kept channels
-    hidden,
-    listed,
-    never,  # -1
     EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    COORDINATES: tl.constexpr,
-    NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
-    NOISE_UNREAD: tl.constexpr,
-    HISTOGRAM: tl.constexpr,
-    nb: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Choose the token's experts in the first program, and do in the others what `rotate_kernel` does."""
-    program = tl.program_id(0)
-    if program == 0:
-        wait_for_earlier(DEPENDENT)
-        let_next_start(DEPENDENT)
-        route_token(logits, ids, weights, padding, tl.program_id(1), slots, EXPERTS, RENORMALIZE)
-    else:
-        _rotate_block(
-            program - 1, x, signs, picked, blocks, histogram, rows, hidden, listed, never,
-            COORDINATES, NOISE_READ, NOISE_UNREAD, HISTOGRAM, nb, DEPENDENT,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rotate_block(
-    block,
-    x,
-    signs,
-    picked,
-    blocks,
-    histogram,
-    rows,
-    hidden,
-    listed,
-    never,
-    COORDINATES: tl.constexpr,
-    NOISE_READ: tl.constexpr,
-    NOISE_UNREAD: tl.constexpr,
-    HISTOGRAM: tl.constexpr,
-    nb: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x' = Rx 2^e, to the nearest integer, e such that the largest of the block lies in [2^13, 2^14].
@@ -119,8 +62,17 @@ def _rotate_block(
     Hadamard_128 = Hadamard_8 (x) Hadamard_16, coordinate i = 16 a + b: 3072 products instead of 16384.
     A coordinate's place is the number of larger ones. The last 7 of 24 digits of |Rx| give way to the coordinate, so
     that one comparison orders any two: equals are listed from the left, and so may be two within 2^-16 of each other.
+
+    Where there are logits, the first program of a token chooses its experts, and the others have the blocks.
     """
-    token = tl.program_id(1)
+    block, token = tl.program_id(0), tl.program_id(1)
+    if logits is not None:
+        block -= 1
+        if block < 0:
+            wait_for_earlier(DEPENDENT)
+            let_next_start(DEPENDENT)
+            route_token(logits, ids, weights, padding, token, slots, EXPERTS, RENORMALIZE)
+            return
     at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
     sign = tl.load(signs + at, mask=at < hidden, other=0).to(tl.float32)
     of_token = token.to(tl.int64) * hidden + at
