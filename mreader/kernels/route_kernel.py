@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from mreader.kernels.intrinsics import is_less
+
 
 @triton.jit
 def route_token(
@@ -27,8 +29,14 @@ def route_token(
     inside = expert < EXPERTS
     logit = tl.load(logits + token.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
-    order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) * EXPERTS_UP - expert
-    place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
+    order = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    # Of a float that had 16 bits the lower 13 say nothing, and int32 has room for the rest and the expert.
+    if logits.dtype.element_ty.primitive_bitwidth == 16:
+        order = (order >> 13) * EXPERTS_UP - expert
+        place = tl.sum(is_less(order[None, :], order[:, None]), axis=0)
+    else:
+        order = order.to(tl.int64) * EXPERTS_UP - expert
+        place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
     chosen = place < slots
     share = tl.exp(logit - tl.max(logit, axis=0))
     share /= tl.sum(tl.where(chosen, share, 0.0) if RENORMALIZE else share, axis=0)
