@@ -80,9 +80,9 @@ def _found_block(block, ids_ptr, slots, E: tl.constexpr, SLOTS: tl.constexpr, BL
     slot and the next ones.
     """
     lane = tl.arange(0, SLOTS)
-    # Read before the wait: the L1 cache, which .cg passes by, may hold those of another layer.
-    ids = tl.load(ids_ptr + lane, mask=lane < slots, other=-1, cache_modifier=".cg")
-    expert = tl.load(ids_ptr + block, cache_modifier=".cg")
+    # Through the L1 cache: all programs want these few lines, and would wait in line for one part of the L2 cache.
+    ids = tl.load(ids_ptr + lane, mask=lane < slots, other=-1)
+    expert = tl.load(ids_ptr + block)
     same = (ids == expert).to(tl.int32)
     before = tl.sum(tl.where(lane < block, same, 0))
     rank = tl.cumsum(same) - same - before
@@ -275,7 +275,7 @@ def combine_kernel(
     token = (pid // columns).to(tl.int64)
     column = pid % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     term = tl.arange(0, TERMS_UP)
-    expert = tl.load(ids_ptr + token * K + term // SPLITS, mask=term < K * SPLITS, other=-1, cache_modifier=".cg")
+    expert = tl.load(ids_ptr + token * K + term // SPLITS, mask=term < K * SPLITS, other=-1)
     there = ((expert >= 0) & (expert < E))[:, None] & (column < H)[None, :]
     # As in down_kernel: ids are older than what is waited for.
     wait_for_earlier(DEPENDENT)
