@@ -21,6 +21,8 @@ from mreader.backend import current, layout_on, runs_kernels
 from mreader.budget import DISK, Layout
 from mreader.formats.augmented import FormatOptions, tensor_specs
 from mreader.formats.tensors import TORCH_DTYPES
+from mreader.kernels.layout import MOST_CANDIDATES
+from mreader.kernels.route import MOST_EXPERTS, route
 from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
 from mreader.reader import ExpertLayer, read
 
@@ -151,6 +153,31 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         return forward(module, hidden_states, top_k_index, top_k_weights)
 
 
+def experts_by_logits(module: Any, hidden_states: Tensor, logits: Tensor, routed: int, renormalize: bool) -> Tensor:
+    """`experts_forward` of experts that are chosen by their router's logits, as `mreader.kernels.route.route` does.
+
+    hidden_states: (N, H) - tokens
+    logits:        (N, E)
+    routed:        K
+    returns:       (N, H)
+    """
+    if not chooses_experts(module, hidden_states, routed):
+        ids, weights = route(logits, routed, renormalize)
+        return experts_forward(module, hidden_states, ids, weights.to(logits.dtype))
+    from mreader.kernels.decode import Router, decode_routed
+
+    layer = _repacked(module, hidden_states.device)
+    with current(hidden_states.device):
+        return decode_routed(hidden_states, Router(logits, routed, renormalize), layer, module.mreader.settings)
+
+
+def chooses_experts(module: Any, x: Tensor, routed: int) -> bool:
+    """Whether the kernels read such a call's experts sparsely, and choose them by their router's logits."""
+    E, I, _ = stored_weights(module)[1].shape
+    fits = E <= MOST_EXPERTS and routed * I <= MOST_CANDIDATES and 0 < len(x) <= _TOKENS_AT_ONCE
+    return fits and _has_kernels(module, x) and _reads_sparsely(module, x, routed)
+
+
 def _reads_sparsely(module: Any, x: Tensor, routed: int) -> bool:
     runtime: Runtime = module.mreader
     if runtime.mode != "decode":
@@ -175,7 +202,6 @@ def _sparse(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if not _has_kernels(module, x):
         return read(x, ids, weights, _layer_of(module, x.device), settings)
     from mreader.kernels.decode import decode
-    from mreader.kernels.layout import MOST_CANDIDATES
 
     if ids.shape[1] * stored_weights(module)[1].shape[1] > MOST_CANDIDATES:
         return read(x, ids, weights, _layer_of(module, x.device), settings)

@@ -592,7 +592,7 @@ def test_both_modes_of_a_model_are_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(model, "require_cuda", lambda: torch.device("cpu"))
     monkeypatch.setattr(model, "time_steps", run_once)
-    monkeypatch.setattr("mreader.compiled._lower", lambda graph, inputs: graph)  # the C++ compiler takes half a minute
+    monkeypatch.setattr("mreader.compiled.lower", lambda graph, inputs: graph)  # the C++ compiler takes half a minute
     bench = model.bench_model(whole, "tiny", [3], Progress())
     assert bench.rows == [ModelRow(3, dense=2.0, sparse=2.0)]
     assert (bench.layers, bench.reads) == (runtime_of(whole).layers, runtime_of(whole).reads.total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import mreader
-from mreader import compiled
+from mreader import compiled, opaque
 from mreader.captured import CapturedStep
 from mreader.compiled import CompiledLayers, one_token_attention, why_not_compiled
 from mreader.runtime import Mode, decoder_layers, set_budget
@@ -71,7 +70,7 @@ def _compilers_start_afresh() -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but generating code, which takes a C++ compiler half a minute."""
-    monkeypatch.setattr(compiled, "_lower", lambda graph, inputs: graph)
+    monkeypatch.setattr(compiled, "lower", lambda graph, inputs: graph)
 
 
 def decode(step: CapturedStep, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -109,6 +108,29 @@ def test_generated_code_gives_the_same_tokens(load: Callable[[str], PreTrainedMo
     assert_the_same(load("qwen3_moe"), 3)
 
 
+@pytest.mark.parametrize(("name", "mode"), [("mixtral", "decode"), ("mixtral", "never"), ("granitemoe", "decode")])
+def test_experts_that_kernels_choose_by_logits_are_the_router_s(
+    name: str, mode: Mode, load: Callable[[str], PreTrainedModel], traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU up to the kernels; a dense step is compiled by itself, with the router as it is."""
+    calls: list[int] = []
+    by_logits = opaque.experts_by_logits
+    monkeypatch.setattr("mreader.captured.runs_kernels", lambda device: True)
+    monkeypatch.setattr("mreader.lowering.chooses_experts", lambda module, x, routed: True)
+    monkeypatch.setattr(
+        opaque, "experts_by_logits", lambda module, x, *rest: (calls.append(len(x)), by_logits(module, x, *rest))[1]
+    )
+    model = load(name)
+    CapturedStep(model, 3, 40, "never" if mode == "decode" else "decode", compiled=True, note=pytest.fail)
+    calls.clear()
+    steps = [CapturedStep(model, 3, 40, mode, compiled=compiled, note=pytest.fail) for compiled in (True, False)]
+    calls.clear()
+    (tokens, logits), (expected_tokens, expected) = (decode(step, TOKENS, STEPS) for step in steps)
+    assert calls == ([3] * len(decoder_layers(model)) * (STEPS - 1) if mode == "decode" else [])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.equal(tokens, expected_tokens)
+
+
 def test_the_next_step_of_that_batch_is_not_compiled_again(
     load: Callable[[str], PreTrainedModel], traced: None
 ) -> None:
@@ -133,7 +155,7 @@ def test_the_model_stays_as_it_is(load: Callable[[str], PreTrainedModel], traced
 def test_another_thread_gets_the_layers_as_they_are(load: Callable[[str], PreTrainedModel], traced: None) -> None:
     model = load("olmoe")
     expected = model(TOKENS).logits
-    layers = CompiledLayers(model, CapturedStep(model, 3, 20).cache)
+    layers = CompiledLayers(model, CapturedStep(model, 3, 20).cache, sparse=False)
     found: list[Tensor] = []
 
     def forward() -> None:
@@ -152,9 +174,9 @@ def test_only_decode_steps_are_compiled(
     load: Callable[[str], PreTrainedModel], traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    experts = compiled.experts_forward
+    experts = opaque.experts_forward
     monkeypatch.setattr(
-        compiled, "experts_forward", lambda module, x, *rest: (calls.append(len(x)), experts(module, x, *rest))[1]
+        opaque, "experts_forward", lambda module, x, *rest: (calls.append(len(x)), experts(module, x, *rest))[1]
     )
     step = CapturedStep(load("olmoe"), 2, 12, compiled=True)
     calls.clear()
@@ -185,7 +207,7 @@ class TestWithoutACompiler:
         def fail(graph: object, inputs: object) -> Any:
             raise RuntimeError("out of registers")
 
-        monkeypatch.setattr(compiled, "_lower", fail)
+        monkeypatch.setattr(compiled, "lower", fail)
         self._decodes_with(
             load("olmoe"), "torch.compile failed: backend='_backend' raised: RuntimeError: out of registers"
         )
@@ -206,11 +228,9 @@ class Heads:
         self.num_key_value_groups = groups
 
 
-@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("mask", ["bool", "addend", None])
-def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores by sums and by matrix products; 6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
-    monkeypatch.setattr(compiled, "_FEW_SCORES", 3 * 6 * 11 * 20 if few else 0)
+def test_attention_of_one_token_is_sdpa_s(mask: str | None) -> None:
+    """6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 6, 1, 20), torch.randn(3, 2, 11, 20), torch.randn(3, 2, 11, 12)
     seen = torch.arange(11).view(1, 1, 1, 11) < 7
@@ -218,106 +238,6 @@ def test_attention_of_one_token_is_sdpa_s(mask: str | None, few: bool, monkeypat
     expected, _ = sdpa_attention_forward(Heads(3), query, key, value, masks[mask], scaling=0.3)
     found, _ = one_token_attention(Heads(3), query, key, value, masks[mask], scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("few", [True, False])
-def test_the_largest_are_topk_s(few: bool, dim: int, largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one and, where there are many numbers, by sorting; groups that are out of the running hold infinities."""
-    monkeypatch.setattr(compiled, "_FEW_NUMBERS", 11 if few else 6)
-    x = torch.randperm(77).view(7, 11) - 38.0
-    x[2] = float("-inf")
-    x[2, 4], x[2, 9] = 1.0, -2.0
-    for found, expected in zip(compiled._topk(x, 2, dim, largest), x.topk(2, dim, largest), strict=True):
-        assert found.dtype == expected.dtype
-        if dim == 0 or largest:  # else equals decide, of which topk names any
-            assert torch.equal(found, expected)
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
-
-
-@pytest.mark.parametrize("k", [0, 1, 16, 17, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_are_topk_s_in_every_dtype(dtype: torch.dtype, k: int) -> None:
-    """None, few and many of a row; numbers that float32 cannot tell apart where the dtype can."""
-    x = torch.randperm(3 * 40, generator=torch.Generator().manual_seed(0)).view(3, 40).to(dtype)
-    if dtype in (torch.float64, torch.int64):
-        x += 2**40
-    values, indices = compiled._topk(x, k)
-    expected = x.topk(k)
-    assert values.dtype == dtype
-    assert torch.equal(values, expected.values)
-    assert torch.equal(indices, expected.indices)
-
-
-@pytest.mark.parametrize("k", [3, 16])
-def test_more_than_there_are_is_refused_as_by_topk(k: int) -> None:
-    with pytest.raises(RuntimeError):
-        compiled._topk(torch.zeros(2, 2), k)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("largest", [True, False])
-def test_of_equal_numbers_the_first_are_chosen(largest: bool, dtype: torch.dtype) -> None:
-    x = torch.tensor([[-0.0, 5.0, 0.0, 5.0, 5.0]], dtype=dtype) * (1 if largest else -1)
-    values, indices = compiled._topk(x, 5, -1, largest)
-    assert indices.tolist() == [[1, 3, 4, 0, 2]]
-    assert torch.equal(values, x[0, indices])
-
-
-def test_places_of_what_is_no_number_are_places() -> None:
-    """The largest: a router's choice stays one, whatever a token holds."""
-    x = torch.tensor(
-        [[1.0, math.nan, 3.0, math.inf, math.nan], [math.nan] * 5, [-math.inf, math.nan, -math.inf, 0.0, 0.0]]
-    )
-    x[0, 1] = -x[0, 1]  # the sign of what is no number is none
-    values, indices = compiled._topk(x, 3)
-    assert indices.tolist() == [[1, 4, 3], [0, 1, 2], [1, 3, 4]]
-    torch.testing.assert_close(values, x.gather(-1, indices), rtol=0, atol=0, equal_nan=True)
-    values, indices = compiled._topk(x, 3, largest=False)
-    assert indices.tolist() == [[0, 2, 3], [0, 1, 2], [0, 2, 3]]
-    torch.testing.assert_close(values, x.gather(-1, indices), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("bias", [torch.arange(5.0), None])
-def test_a_product_by_sums_is_linear_s(bias: Tensor | None) -> None:
-    """Of float32 products of bfloat16 numbers, rounded once: half a unit in the last place, 2^-8."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 2, 33), (5, 33)))
-    found = compiled._linear(x, weight, bias if bias is None else bias.bfloat16())
-    expected = torch.nn.functional.linear(x.double(), weight.double(), bias if bias is None else bias.double())
-    assert found.dtype == x.dtype
-    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-class Router(torch.nn.Module):
-    """A product of 4 x 6 x 10 and one of 4 x 6 x 11."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.wide = torch.nn.Linear(6, 10), torch.nn.Linear(6, 11)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return *self.router(x).topk(3), self.wide(x)
-
-
-def test_what_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products up to the bound, and every topk."""
-    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 4 * 6 * 10)
-    targets: list[Any] = []
-    model, x = Router(), torch.randn(4, 6)
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        targets.extend(node.target for node in compiled._rewrite(graph).graph.nodes)
-        return graph
-
-    found, expected = torch.compile(model, backend=backend)(x), model(x)
-    assert targets.count(compiled._linear) == targets.count(torch.nn.functional.linear) == 1
-    assert targets.count(compiled._topk) == 1
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ import mreader
 from mreader import backend, experts
 from mreader.budget import DISK
 from mreader.kernels.layout import GPU
+from mreader.kernels.route import route
 from mreader.kernels.tuning import LayerShape
 from mreader.reader import ExpertLayer, read
 from mreader.runtime import phase, reader_mode, runtime_of, set_budget
@@ -41,6 +42,13 @@ class Kernels:
     def decode(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any, settings: Any) -> Tensor:
         self.calls.append(f"decode {len(x)}")
         return read(x, ids, weights, layer.layer, settings)
+
+    def decode_routed(self, x: Tensor, router: Any, layer: Any, settings: Any) -> Tensor:
+        self.calls.append(f"choose for {len(x)}")
+        return read(x, *route(router.logits, router.routed, router.renormalize), layer.layer, settings)
+
+    def Router(self, logits: Tensor, routed: int, renormalize: bool) -> Any:
+        return SimpleNamespace(logits=logits, routed=routed, renormalize=renormalize)
 
     def dense(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
         assert gate_up.shape == (EXPERTS, 2, CHANNELS, HIDDEN)
@@ -70,7 +78,7 @@ def model(folder: Path) -> PreTrainedModel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """As if the CPU had kernels."""
     stand_in = Kernels()
-    for name, functions in {"decode": ("decode", "repack"), "dense": ("dense",)}.items():
+    for name, functions in {"decode": ("decode", "repack", "decode_routed", "Router"), "dense": ("dense",)}.items():
         module = ModuleType(f"mreader.kernels.{name}")
         vars(module).update({function: getattr(stand_in, function) for function in functions})
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -126,6 +134,42 @@ def test_never_means_never(model: PreTrainedModel, kernels: Kernels) -> None:
     with reader_mode(model, "never"), phase(model, decoding=True):
         _call(model, 1)
     assert kernels.calls == ["dense 1"]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_kernels_choose_experts_of_a_step(renormalize: bool, model: PreTrainedModel, kernels: Kernels) -> None:
+    """And where they do not, as in prefill, the experts are those that they would choose."""
+    x, logits = torch.randn(2, HIDDEN), torch.randn(2, EXPERTS)
+    arguments = (_module(model), x, logits, ROUTED, renormalize)
+    expected = route(logits, ROUTED, renormalize)
+    with torch.inference_mode(), phase(model, decoding=True):
+        found = experts.experts_by_logits(*arguments)
+        by_ids = experts.experts_forward(_module(model), x, *expected)
+        assert torch.equal(found, by_ids)
+    with torch.inference_mode():
+        experts.experts_by_logits(*arguments)
+    assert kernels.calls == ["choose for 2", "decode 2", "dense 2"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "routed", "bounds"),
+    [(0, ROUTED, {}), (129, ROUTED, {}), (2, ROUTED, {"MOST_EXPERTS": EXPERTS - 1}), (2, 4, {"MOST_CANDIDATES": 1})],
+)
+def test_experts_are_chosen_by_kernels_that_can(
+    tokens: int,
+    routed: int,
+    bounds: dict[str, int],
+    model: PreTrainedModel,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with reader_mode(model, "always"):
+        assert experts.chooses_experts(_module(model), torch.randn(128, HIDDEN), ROUTED)
+        for name, bound in bounds.items():
+            monkeypatch.setattr(experts, name, bound)
+        assert not experts.chooses_experts(_module(model), torch.randn(tokens, HIDDEN), routed)
+    with reader_mode(model, "never"):
+        assert not experts.chooses_experts(_module(model), torch.randn(1, HIDDEN), ROUTED)
 
 
 def test_gradients_need_the_stock_implementation(model: PreTrainedModel, kernels: Kernels) -> None:

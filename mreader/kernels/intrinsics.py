@@ -264,6 +264,20 @@ def wait_for_earlier_after(bits, never, DEPENDENT: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.jit
+def let_next_start_after(bits, never, DEPENDENT: tl.constexpr):
+    """`let_next_start`, once `bits` are known: what the next kernel reads early does not delay what they come from.
+
+    bits:  int32, not negative
+    never: -1, which the compiler must not know
+    """
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.b32 $0, $1; }",
+            "=r,r,r", [bits, never], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 def launch_options(dependent: bool) -> dict[str, bool]:
     """What a launch is given so that the kernel may start before its predecessor ends; ROCm knows no such option."""
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
