@@ -1,7 +1,7 @@
 """The decoder layers of a captured step, compiled by torch: everything of them but the routed experts.
 
 transformers writes a layer as some eighty small operations, each a kernel that starts, reads and writes; compiled, they
-are about thirteen. All layers of a kind share one compilation, for which a layer is traced in the form of its `_twin`.
+are about nine. All layers of a kind share one compilation, for which a layer is traced in the form of its `_twin`.
 """
 
 # N sequences, L tokens of the cache, h heads, g key heads, D their size, E experts, K routed experts, H hidden size
