@@ -170,8 +170,8 @@ class CapturedStep:
         """The layers compiled, for the cache that a prompt makes; None where that fails, which `note` is told."""
         reason = why_not_compiled(self.model.device)
         if reason is None:
-            sparse = self.mode != "never" and runs_kernels(self.model.device)
-            self._compiled = CompiledLayers(self.model, self.cache, sparse=sparse)
+            choosing = self.mode if self.mode != "never" and runs_kernels(self.model.device) else None
+            self._compiled = CompiledLayers(self.model, self.cache, choosing=choosing)
             try:
                 with current(self.model.device):
                     self._prompt(torch.zeros_like(self.tokens))

@@ -21,9 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mreader.backend import runs_kernels
-from mreader.lowering import lower, rewrite, route_in_kernels
+from mreader.lowering import lower, rewrite
 from mreader.opaque import Experts, attend, served, serving
-from mreader.runtime import decoder_layers, experts_modules
+from mreader.routers import route_in_kernels
+from mreader.runtime import Mode, decoder_layers, experts_modules
 
 _ATTENTION = "mreader_one_token"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -50,11 +51,11 @@ class CompiledLayers:
 
     Results are those of the layers as they are but for rounding: what is fused stays in float32.
 
-    sparse: whether experts are read sparsely, so that kernels may choose them
+    choosing: the mode in which kernels may choose experts by the router's logits; None where they do not
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, *, sparse: bool) -> None:
-        self._sparse = sparse
+    def __init__(self, model: PreTrainedModel, cache: Cache, *, choosing: Mode | None) -> None:
+        self._choosing = choosing
         self._experts = {module.down_proj.data_ptr(): module for _, module in experts_modules(model)}
         self._cache = cache
         configs: dict[int, Any] = {}
@@ -86,7 +87,7 @@ class CompiledLayers:
             return layer._call_impl(*args, **kwargs)
         args = tuple(own if value is self._cache else value for value in args)
         kwargs = {name: own if value is self._cache else value for name, value in kwargs.items()}
-        return _compiled_run(self._sparse)(twin, args, kwargs)
+        return _compiled_run(self._choosing)(twin, args, kwargs)
 
 
 def _twin(layer: Any, configs: dict[int, Any]) -> Any:
@@ -165,15 +166,14 @@ def one_token_attention(
     returns:        (N, 1, h, Dv)
     """
     N, h, T, D = query.shape
-    g, L = key.shape[1:3]
+    g = key.shape[1]
     if T != 1 or position_bias is not None or kwargs.get("s_aux") is not None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **kwargs
         )
         return output, None
     scale = D**-0.5 if scaling is None else scaling
-    fits = query.dtype != torch.float64 and (attention_mask is None or attention_mask.shape[1:] == (1, 1, L))
-    if query.is_cuda and fits and N * h * L * D <= _FEW_SCORES:
+    if _has_kernel(query, key, attention_mask):
         mask = attention_mask if attention_mask is None else attention_mask[:, 0, 0]
         return attend(query[:, :, 0], key, value, mask, scale).unsqueeze(1), None
     scores = (query.reshape(N, g, h // g, D) @ key.transpose(-1, -2)).float() * scale
@@ -186,13 +186,29 @@ def one_token_attention(
     return output.reshape(N, 1, h, value.shape[-1]), None
 
 
+def _has_kernel(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether `mreader.kernels.attention` takes it: few products, and a mask that is the same for all heads."""
+    N, h, _, D = query.shape
+    L = key.shape[2]
+    few = N * h * L * D <= _FEW_SCORES
+    return query.is_cuda and query.dtype != torch.float64 and few and (mask is None or mask.shape[1:] == (1, 1, L))
+
+
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, one_token_attention)
 
 
 @cache
-def _compiled_run(sparse: bool) -> Callable[..., Any]:
-    """Made when first called for: torch.compile imports for seconds."""
-    return torch.compile(_run, backend=_sparse_backend if sparse else _backend, dynamic=False)
+def _compiled_run(choosing: Mode | None) -> Callable[..., Any]:
+    """Made when first called for: torch.compile imports for seconds.
+
+    One for each mode, with a backend of its own, by which torch tells compilations apart: the mode decides whether the
+    kernels choose at a batch.
+    """
+
+    def choosing_backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return _backend(route_in_kernels(graph), inputs)
+
+    return torch.compile(_run, backend=_backend if choosing is None else choosing_backend, dynamic=False)
 
 
 def _run(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +217,3 @@ def _run(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     return lower(rewrite(graph), inputs)
-
-
-def _sparse_backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    return _backend(route_in_kernels(graph), inputs)

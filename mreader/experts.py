@@ -22,12 +22,12 @@ from mreader.budget import DISK, Layout
 from mreader.formats.augmented import FormatOptions, tensor_specs
 from mreader.formats.tensors import TORCH_DTYPES
 from mreader.kernels.layout import MOST_CANDIDATES
-from mreader.kernels.route import MOST_EXPERTS, route
+from mreader.kernels.route import MOST_EXPERTS, rms_norm, route
 from mreader.kernels.tuning import LayerShape, device_name, largest_sparse_batch
 from mreader.reader import ExpertLayer, read
 
 if TYPE_CHECKING:
-    from mreader.kernels.decode import DecodeLayer
+    from mreader.kernels.decode import DecodeLayer, Gate
     from mreader.runtime import Runtime
 
 _WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -163,12 +163,35 @@ def experts_by_logits(module: Any, hidden_states: Tensor, logits: Tensor, routed
     """
     if not chooses_experts(module, hidden_states, routed):
         ids, weights = route(logits, routed, renormalize)
-        return experts_forward(module, hidden_states, ids, weights.to(logits.dtype))
-    from mreader.kernels.decode import Router, decode_routed
+        return experts_forward(module, hidden_states, ids, weights)
+    return _choosing(module, hidden_states, logits, routed, renormalize)
 
-    layer = _repacked(module, hidden_states.device)
-    with current(hidden_states.device):
-        return decode_routed(hidden_states, Router(logits, routed, renormalize), layer, module.mreader.settings)
+
+def experts_by_gate(
+    module: Any,
+    hidden_states: Tensor,
+    rows: Tensor,
+    norm: Tensor,
+    epsilon: float,
+    routed: int,
+    renormalize: bool,
+) -> Tensor:
+    """`experts_by_logits` of tokens that are given before their norm: see `mreader.kernels.decode.Gate`.
+
+    hidden_states: (N, H) - few tokens: each reads the whole gate
+    rows:          (E, H)
+    norm:          (H,)
+    epsilon:       the norm's
+    routed:        K
+    returns:       (N, H)
+    """
+    if not chooses_experts(module, hidden_states, routed):
+        x = rms_norm(hidden_states, norm, epsilon)
+        return experts_by_logits(module, x, x @ rows.mT, routed, renormalize)
+    from mreader.kernels.decode import Gate
+
+    logits = hidden_states.new_empty(len(hidden_states), len(rows))
+    return _choosing(module, hidden_states, logits, routed, renormalize, Gate(rows, norm, epsilon))
 
 
 def chooses_experts(module: Any, x: Tensor, routed: int) -> bool:
@@ -176,6 +199,16 @@ def chooses_experts(module: Any, x: Tensor, routed: int) -> bool:
     E, I, _ = stored_weights(module)[1].shape
     fits = E <= MOST_EXPERTS and routed * I <= MOST_CANDIDATES and 0 < len(x) <= _TOKENS_AT_ONCE
     return fits and _has_kernels(module, x) and _reads_sparsely(module, x, routed)
+
+
+def _choosing(
+    module: Any, x: Tensor, logits: Tensor, routed: int, renormalize: bool, gate: Gate | None = None
+) -> Tensor:
+    from mreader.kernels.decode import Router, decode_routed
+
+    router = Router(logits, routed, renormalize, gate=gate)
+    with current(x.device):
+        return decode_routed(x, router, _repacked(module, x.device), module.mreader.settings)
 
 
 def _reads_sparsely(module: Any, x: Tensor, routed: int) -> bool:

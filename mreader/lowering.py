@@ -1,8 +1,5 @@
 """A layer's operations in forms of which torch's compiler makes few kernels, and fast ones."""
 
-# N tokens, E experts, K routed experts of a token
-
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mreader.experts import chooses_experts
-from mreader.opaque import product, routed_by_logits, routed_experts, served
+from mreader.graphs import example_of, is_parameter, name_of, nothing_changes
+from mreader.opaque import product
 
 # Up to so many products of two numbers are summed by reductions, which fuse with their neighbours, keep a GPU busy with
 # few rows; a matrix product reads each number once, and wins with more of them.
@@ -22,132 +19,67 @@ _MANY_NUMBERS, _LONGEST_ROW = 1 << 20, 1 << 14
 # A row up to so long, and so many of it, are taken from it one by one.
 _FEW_NUMBERS, _FEW_LARGEST = 1024, 16
 _UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
-_CASTS = ("to", "float", "type_as")  # methods
 # For the compiler. A rotary embedding concatenates, which otherwise ends one kernel and begins another. Block sizes of
 # reductions are chosen by rule: measuring kernels of 2 us chooses at random, some ten times slower than others. And
 # kernels that do not wait for each other, as of queries and keys, are launched as one.
 _OPTIONS: dict[str, Any] = {"force_pointwise_cat": True, "deterministic": True, "combo_kernels": True}
 
+# What `_waiting_first` makes of torch's code: to be changed with it.
+_WAITING = "mreader: waits before it reads or writes, 1"
+
 
 def rewrite(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Put operations into a form that the compiler makes fewer kernels of."""
-    products: dict[Any, torch.fx.Node] = {}
+    _merge_equal_products(graph.graph)
     for node in list(graph.graph.nodes):
         if node.target in (torch.topk, "topk"):
             node.op, node.target = "call_function", _topk
-        elif node.target is nn.functional.linear and not node.kwargs:
-            first = products.setdefault(node.args, node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.graph.erase_node(node)
-            elif _is_of_one_token(node):
-                node.target, node.args = product._opoverload, node.args[:2]
-            elif _has_few_products(node):
-                node.target = _linear
+        elif _is_product(node) and _is_of_one_token(node):
+            _put_product(graph.graph, node)
+        elif _is_product(node) and _has_few_products(node):
+            node.target = _linear
     graph.recompile()
     return graph
 
 
-def route_in_kernels(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Give the routed experts their router's logits, where they choose by themselves: see `chooses_experts`.
-
-    What chose before has no use then, and the compiler leaves it out.
-    """
-    for node in list(graph.graph.nodes):
-        router = _router_of(node) if node.target is routed_experts._opoverload else None
-        if router is None or not all(_chooses(module, node, router[1]) for module in served().values()):
-            continue
-        x, _, _, down_proj = node.args
-        node.target, node.args = routed_by_logits._opoverload, (x, *router, down_proj)
-    graph.recompile()
-    return graph
+def _merge_equal_products(graph: torch.fx.Graph) -> None:
+    products: dict[Any, torch.fx.Node] = {}
+    for node in filter(_is_product, list(graph.nodes)):
+        first = products.get(node.args)
+        if first is not None and nothing_changes(first, node):
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+        else:
+            products[node.args] = node
 
 
-def _chooses(module: Any, experts: Any, routed: int) -> bool:
-    return chooses_experts(module, _example(experts.args[0]), routed)
-
-
-def _router_of(experts: Any) -> tuple[Any, int, bool] | None:
-    """Logits, K and whether weights add up to one, of a router as in `mreader.kernels.route`; None of any other.
-
-    That is topk(softmax(logits)), as it is or divided by its sum, or softmax(topk(logits)), of a product that serves
-    nothing else. Between topk and softmax there is no other type, which could have equal numbers where there were none.
-    """
-    _, ids, weights, _ = experts.args
-    weights = _without_casts(weights)
-    if _is_softmax(weights):  # of the largest logits
-        largest, renormalize = weights.args[0], True
-    else:
-        largest, renormalize = _undivided(weights)
-    topk: Any = largest.args[0] if _name(largest) == "getitem" and largest.args[1] == 0 else None
-    if _name(topk) != "topk" or _name(ids) != "getitem" or ids.args != (topk, 1):
-        return None
-    arguments = inspect.signature(_topk).bind(*topk.args, **topk.kwargs).arguments
-    scores, routed = arguments.pop("x"), arguments.pop("k")
-    if not arguments.items() <= {("dim", -1), ("dim", 1), ("largest", True), ("sorted", True)}:
-        return None
-    if not _is_softmax(weights):
-        if not _is_softmax(scores):
-            return None
-        scores = scores.args[0]
-    logits = _without_casts(scores)
-    if logits.target is not nn.functional.linear or not _serves_only(experts, logits):
-        return None
-    return logits, routed, renormalize
-
-
-def _serves_only(experts: Any, logits: Any) -> bool:
-    """Whether nothing else has to do with logits, ids, weights and all between: it might change them in place."""
-    between, left = {logits, experts}, [*experts.args[1:3]]
-    while left:
-        node = left.pop()
-        if node not in between:
-            between.add(node)
-            left.extend(node.args[:1] if _name(node) in _CASTS else node.all_input_nodes)
-    return all(user in between for node in between - {experts} for user in node.users)
-
-
-def _undivided(weights: Any) -> tuple[Any, bool]:
-    """a of a / a.sum(-1, keepdim=True), and whether it was divided."""
-    if _name(weights) in ("truediv", "itruediv", "div", "div_"):
-        number, total = weights.args
-        if (
-            _name(total) == "sum"
-            and total.args[0] is number
-            and _axis(total) in (-1, 1)
-            and total.kwargs.get("keepdim")
-        ):
-            return number, True
-    return weights, False
-
-
-def _is_softmax(node: Any) -> bool:
-    """Along the last of two axes, not in less than float32."""
-    if _name(node) != "softmax" or _example(node).dtype != torch.float32:
+def _is_product(node: Any) -> bool:
+    """Whether it is linear by a matrix, all in one dtype, which autocast may have changed."""
+    if node.target is not nn.functional.linear or node.kwargs:
         return False
-    return _axis(node) in (-1, 1) and _example(node).dim() == 2
+    x, weight = map(example_of, node.args[:2])
+    return bool(weight.dim() == 2 and x.dtype == weight.dtype == example_of(node).dtype)
 
 
-def _axis(node: Any) -> Any:
-    """The `dim` of a function or method that takes it behind the tensor."""
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+def _put_product(graph: Any, linear: Any) -> None:
+    """Our product in place of the linear node, or of a sum with it that comes next."""
+    x, weight = linear.args[:2]
+    addend = _other_addend(linear)
+    node = linear if addend is None else linear.next
+    node.op, node.target, node.args = "call_function", product._opoverload, (x, weight, addend)
+    if addend is not None:
+        graph.erase_node(linear)
 
 
-def _without_casts(node: Any) -> Any:
-    while _name(node) in _CASTS:
-        node = node.args[0]
-    return node
-
-
-def _name(node: Any) -> str:
-    """Of the function or method that a node calls."""
-    target = getattr(node, "target", None)
-    return str(getattr(target, "__name__", target))
-
-
-def _example(node: Any) -> Any:
-    """A tensor without numbers, as the node's."""
-    return node.meta["example_value"]
+def _other_addend(linear: Any) -> Any:
+    """b where the next node is b + linear or linear + b, of tensors alike, and linear's only use; else None."""
+    total, y = linear.next, example_of(linear)
+    if name_of(total) != "add" or list(linear.users) != [total] or len(total.args) != 2 or total.kwargs:
+        return None
+    (other,) = [arg for arg in total.args if arg is not linear] or [None]
+    example = getattr(other, "meta", {}).get("example_value")
+    alike = isinstance(example, Tensor) and example.shape == y.shape and example.dtype == y.dtype
+    return other if alike else None
 
 
 def _is_of_one_token(linear: Any) -> bool:
@@ -157,14 +89,14 @@ def _is_of_one_token(linear: Any) -> bool:
     """
     if len(linear.args) > 2 and linear.args[2] is not None:
         return False
-    x, weight = map(_example, linear.args[:2])
-    fits = x.is_cuda and x.dtype == weight.dtype in (torch.bfloat16, torch.float16) and isinstance(weight, nn.Parameter)
+    x, weight = map(example_of, linear.args[:2])
+    fits = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and is_parameter(linear.args[1])
     return fits and x.numel() == weight.shape[1] <= _LONGEST_ROW and weight.numel() >= _MANY_NUMBERS
 
 
 def _has_few_products(linear: torch.fx.Node) -> bool:
-    x, weight = map(_example, linear.args[:2])
-    return x.dtype == weight.dtype != torch.float64 and int(x.numel() * len(weight)) <= _FEW_PRODUCTS
+    x, weight = map(example_of, linear.args[:2])
+    return x.dtype != torch.float64 and int(x.numel() * len(weight)) <= _FEW_PRODUCTS
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -233,7 +165,17 @@ def _waiting_first() -> Iterator[dict[str, Any]]:
     or writes anything. None where this torch does it in another way.
     """
     from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.virtualized import V
+
+    class _OwnCode(CustomGraphPass):
+        """No pass: a part of the name under which torch keeps code, which it would take for its own."""
+
+        def __call__(self, graph: Any) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return _WAITING
 
     name = "_handle_pdl_before_access"
     before: Any = getattr(TritonKernel, name, None)
@@ -243,6 +185,8 @@ def _waiting_first() -> Iterator[dict[str, Any]]:
 
     def wait(kernel: Any, *args: Any, **kwargs: Any) -> None:
         scheduler = V.graph.scheduler
+        if scheduler is None:
+            return before(kernel, *args, **kwargs)
         known, scheduler.previous_node = scheduler.previous_node, None
         try:
             before(kernel, *args, **kwargs)
@@ -251,6 +195,6 @@ def _waiting_first() -> Iterator[dict[str, Any]]:
 
     setattr(TritonKernel, name, wait)
     try:
-        yield {"triton.enable_pdl": True}
+        yield {"triton.enable_pdl": True, "post_grad_custom_post_pass": _OwnCode()}
     finally:
         setattr(TritonKernel, name, before)

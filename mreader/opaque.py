@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mreader.backend import current
-from mreader.experts import experts_by_logits, experts_forward
+from mreader.experts import experts_by_gate, experts_by_logits, experts_forward
 
 # down_proj's address -> experts module of the step that this thread runs
 _serving: ContextVar[dict[int, Any]] = ContextVar("mreader_serving", default={})  # noqa: B039
@@ -69,6 +69,21 @@ def _(x: Tensor, logits: Tensor, routed: int, renormalize: bool, down_proj: Tens
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("mreader::routed_by_gate", mutates_args=())
+def routed_by_gate(
+    x: Tensor, rows: Tensor, norm: Tensor, epsilon: float, routed: int, renormalize: bool, down_proj: Tensor
+) -> Tensor:
+    """`mreader.experts.experts_by_gate` of the module with these down weights."""
+    return experts_by_gate(_serving.get()[down_proj.data_ptr()], x, rows, norm, epsilon, routed, renormalize)
+
+
+@routed_by_gate.register_fake
+def _(
+    x: Tensor, rows: Tensor, norm: Tensor, epsilon: float, routed: int, renormalize: bool, down_proj: Tensor
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("mreader::attend", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`mreader.kernels.attention.attend`, on a CUDA device."""
@@ -84,14 +99,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: flo
 
 
 @torch.library.custom_op("mreader::product", mutates_args=())
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
     """`mreader.kernels.product.product`, on a CUDA device."""
     from mreader.kernels.product import product
 
     with current(x.device):
-        return product(x, weight)
+        return product(x, weight, addend)
 
 
 @product.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))

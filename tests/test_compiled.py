@@ -12,6 +12,7 @@ import torch
 from checkpoints import LAYERS, VOCABULARY, is_in_transformers, save_tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -19,6 +20,7 @@ import mreader
 from mreader import compiled, opaque
 from mreader.captured import CapturedStep
 from mreader.compiled import CompiledLayers, one_token_attention, why_not_compiled
+from mreader.kernels import attention
 from mreader.runtime import Mode, decoder_layers, set_budget
 
 TOKENS = torch.randint(1, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -108,27 +110,63 @@ def test_generated_code_gives_the_same_tokens(load: Callable[[str], PreTrainedMo
     assert_the_same(load("qwen3_moe"), 3)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("mixtral", "decode"), ("mixtral", "never"), ("granitemoe", "decode")])
-def test_experts_that_kernels_choose_by_logits_are_the_router_s(
-    name: str, mode: Mode, load: Callable[[str], PreTrainedModel], traced: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "mode", "few", "chooses"),
+    [
+        ("mixtral", "decode", 1 << 20, "experts_by_gate"),
+        ("granitemoe", "decode", 1 << 20, "experts_by_logits"),
+        ("mixtral", "decode", 0, "experts_by_logits"),
+        ("mixtral", "never", 1 << 20, "experts_forward"),
+    ],
+)
+def test_experts_that_kernels_choose_are_the_router_s(
+    name: str,
+    mode: Mode,
+    few: int,
+    chooses: str,
+    load: Callable[[str], PreTrainedModel],
+    traced: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU up to the kernels; a dense step is compiled by itself, with the router as it is."""
-    calls: list[int] = []
-    by_logits = opaque.experts_by_logits
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        experts = getattr(opaque, name)
+        return lambda *args: (calls.append(name), experts(*args))[1]
+
+    for each in ("experts_by_gate", "experts_by_logits", "experts_forward"):
+        monkeypatch.setattr(opaque, each, counted(each))
     monkeypatch.setattr("mreader.captured.runs_kernels", lambda device: True)
-    monkeypatch.setattr("mreader.lowering.chooses_experts", lambda module, x, routed: True)
-    monkeypatch.setattr(
-        opaque, "experts_by_logits", lambda module, x, *rest: (calls.append(len(x)), by_logits(module, x, *rest))[1]
-    )
+    monkeypatch.setattr("mreader.routers.chooses_experts", lambda module, x, routed: True)
+    monkeypatch.setattr("mreader.routers._FEW_PRODUCTS", few)
     model = load(name)
     CapturedStep(model, 3, 40, "never" if mode == "decode" else "decode", compiled=True, note=pytest.fail)
-    calls.clear()
     steps = [CapturedStep(model, 3, 40, mode, compiled=compiled, note=pytest.fail) for compiled in (True, False)]
     calls.clear()
     (tokens, logits), (expected_tokens, expected) = (decode(step, TOKENS, STEPS) for step in steps)
-    assert calls == ([3] * len(decoder_layers(model)) * (STEPS - 1) if mode == "decode" else [])
+    assert calls == [chooses] * len(decoder_layers(model)) * (STEPS - 1)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert torch.equal(tokens, expected_tokens)
+
+
+def test_every_mode_decides_by_itself_what_kernels_choose(
+    load: Callable[[str], PreTrainedModel], traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a batch at which "decode" is dense, whichever was compiled first."""
+    calls: list[str] = []
+    for name in ("experts_by_gate", "experts_forward"):
+        monkeypatch.setattr(opaque, name, lambda module, x, *rest, name=name: (calls.append(name), x.clone())[1])
+    monkeypatch.setattr("mreader.captured.runs_kernels", lambda device: True)
+    monkeypatch.setattr("mreader.routers.chooses_experts", lambda module, *_: module.mreader.mode == "always")
+    model = load("mixtral")
+    modes: list[Mode] = ["always", "decode", "always"]
+    for mode in modes:
+        step = CapturedStep(model, 3, 40, mode, compiled=True, note=pytest.fail)
+        step.prefill(TOKENS)
+        calls.clear()
+        step.step(TOKENS[:, :1])
+        assert set(calls) == {"experts_by_gate" if mode == "always" else "experts_forward"}
 
 
 def test_the_next_step_of_that_batch_is_not_compiled_again(
@@ -155,7 +193,7 @@ def test_the_model_stays_as_it_is(load: Callable[[str], PreTrainedModel], traced
 def test_another_thread_gets_the_layers_as_they_are(load: Callable[[str], PreTrainedModel], traced: None) -> None:
     model = load("olmoe")
     expected = model(TOKENS).logits
-    layers = CompiledLayers(model, CapturedStep(model, 3, 20).cache, sparse=False)
+    layers = CompiledLayers(model, CapturedStep(model, 3, 20).cache, choosing=None)
     found: list[Tensor] = []
 
     def forward() -> None:
@@ -228,9 +266,13 @@ class Heads:
         self.num_key_value_groups = groups
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("mask", ["bool", "addend", None])
-def test_attention_of_one_token_is_sdpa_s(mask: str | None) -> None:
+def test_attention_of_one_token_is_sdpa_s(mask: str | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 heads on 2 key heads, values narrower than keys. Float32: 1e-5."""
+    if by_kernel:
+        monkeypatch.setattr(compiled, "_has_kernel", lambda *_: True)
+        monkeypatch.setattr(compiled, "attend", attention.attend)
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 6, 1, 20), torch.randn(3, 2, 11, 20), torch.randn(3, 2, 11, 12)
     seen = torch.arange(11).view(1, 1, 1, 11) < 7
@@ -238,6 +280,40 @@ def test_attention_of_one_token_is_sdpa_s(mask: str | None) -> None:
     expected, _ = sdpa_attention_forward(Heads(3), query, key, value, masks[mask], scaling=0.3)
     found, _ = one_token_attention(Heads(3), query, key, value, masks[mask], scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mask", "dtype", "taken"),
+    [
+        ((1, 32, 128, 1024), (1, 1, 1, 1024), torch.bfloat16, True),
+        ((4, 32, 128, 256), (4, 1, 1, 256), torch.float16, True),
+        ((1, 32, 128, 1024), None, torch.float32, True),
+        ((1, 32, 128, 1025), None, torch.bfloat16, False),
+        ((5, 32, 128, 256), None, torch.bfloat16, False),
+        ((1, 32, 128, 256), None, torch.float64, False),
+        ((1, 32, 128, 256), (1, 32, 1, 256), torch.bfloat16, False),
+        ((1, 32, 128, 256), (1, 1, 1, 300), torch.bfloat16, False),
+    ],
+)
+def test_which_attention_has_a_kernel(
+    sizes: tuple[int, int, int, int], mask: tuple[int, ...] | None, dtype: torch.dtype, taken: bool
+) -> None:
+    N, h, D, L = sizes
+    with FakeTensorMode():
+        for device, expected in (("cuda:0", taken), ("cpu", False)):
+            query, key = (torch.empty(N, *size, dtype=dtype, device=device) for size in ((h, 1, D), (4, L, D)))
+            seen = None if mask is None else torch.empty(mask, dtype=torch.bool, device=device)
+            assert compiled._has_kernel(query, key, seen) == expected
+
+
+def test_operations_say_what_they_return() -> None:
+    """To the compiler, which does not look into them."""
+    with FakeTensorMode():
+        query, key, value = torch.empty(3, 6, 20), torch.empty(3, 2, 11, 20), torch.empty(3, 2, 11, 12)
+        assert opaque.attend(query, key, value, None, 1.0).shape == (3, 6, 12)
+        x, weight = torch.empty(1, 1, 7, dtype=torch.bfloat16), torch.empty(5, 7, dtype=torch.bfloat16)
+        y = opaque.product(x, weight, None)
+        assert (y.shape, y.dtype) == ((1, 1, 5), torch.bfloat16)
 
 
 @pytest.mark.gpu

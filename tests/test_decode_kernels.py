@@ -38,6 +38,7 @@ from mreader.kernels.activation_kernel import activate, activation_kind
 from mreader.kernels.decode import (
     Blocks,
     DecodeLayer,
+    Gate,
     Router,
     Stages,
     decode,
@@ -47,7 +48,7 @@ from mreader.kernels.decode import (
     tuned_blocks,
 )
 from mreader.kernels.layout import GPU, TILE, Tiles, from_tiles, to_norms, to_tiles
-from mreader.kernels.route import MOST_EXPERTS, route
+from mreader.kernels.route import MOST_EXPERTS, rms_norm, route
 from mreader.kernels.select import top_k_mask
 from mreader.kernels.select_kernel import certain_from
 from mreader.kernels.tuning import LayerShape, known_tuning, trial
@@ -571,6 +572,49 @@ def test_experts_chosen_on_the_way_are_served_like_others(case: Case) -> None:
     y = stages.run()
     assert torch.equal(y, decode(x, stages.ids, stages.weights, layer, case.settings, case.blocks))
     assert torch.equal(y, decode_routed(x, router, layer, case.settings, case.blocks))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_gate_and_the_norm_before_it_are_gone_through_on_the_way(case: Case) -> None:
+    """Logits are sums in float32, rounded once to x's dtype; what follows has the bits that it has with them given.
+
+    Float32 rounds a mean and a root in another order than torch: of normed numbers some are the next one, an epsilon
+    away, and logits of H of those as much as their sum without signs says. The programs count who is through, and leave
+    no trace of it: a second call finds what the first one found.
+    """
+    layer, (x, ids, _) = repack(make_layer(case)), make_inputs(case)
+    (E, H, _), routed = case.shape, min(ids.shape[1], case.shape[0])
+    case, epsilon = replace(case, ids=tuple(row[:routed] for row in case.ids)), torch.finfo(x.dtype).eps
+    rows, norm = (gaussian(E, H, seed=1) / math.sqrt(H)).to(case.dtype), (1 + 0.1 * gaussian(H, seed=2)).to(case.dtype)
+    for _ in range(2):
+        logits = torch.full((len(x), E), math.nan).to(x)
+        router = Router(logits, routed, renormalize=True, gate=Gate(rows, norm, 1e-3))
+        stages = stages_with(router, layer, case)
+        y, normed = stages.run(), stages.normed
+        torch.testing.assert_close(normed, rms_norm(x, norm, 1e-3), rtol=2 * epsilon, atol=0)
+        exact = normed.double() @ rows.double().mT
+        torch.testing.assert_close(
+            logits.double(), exact, rtol=2 * epsilon, atol=2 * epsilon * float((normed.abs() @ rows.abs().mT).max())
+        )
+        assert torch.equal(stages.ids.long(), route(logits, routed, renormalize=True)[0])
+        given = replace(router, gate=None)
+        assert torch.equal(y, decode_routed(normed, given, layer, case.settings, case.blocks))
+        assert not layer.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "norm"), [(3, (5, 191), 192), (3, (4, 192), 192), (3, (5, 192), 191), (129, (5, 192), 192)]
+)
+def test_gates_of_other_shapes_or_for_too_many_tokens_are_refused(
+    tokens: int, rows: tuple[int, int], norm: int
+) -> None:
+    case = replace(THREE_TOKENS, ids=((0, 1),) * tokens)
+    gate = Gate(torch.zeros(rows, device=DEVICE), torch.zeros(norm, device=DEVICE), 1e-6)
+    router = Router(torch.zeros(tokens, 5, device=DEVICE), 2, renormalize=True, gate=gate)
+    with pytest.raises(
+        UsageError, match=re.escape(f"a gate of shape {rows} and a norm of ({norm},) for {tokens} tokens")
+    ):
+        stages_with(router, repack(make_layer(case)), case)
 
 
 def test_padding_has_no_experts() -> None:

@@ -20,7 +20,7 @@ import mreader
 from mreader import backend, experts
 from mreader.budget import DISK
 from mreader.kernels.layout import GPU
-from mreader.kernels.route import route
+from mreader.kernels.route import rms_norm, route
 from mreader.kernels.tuning import LayerShape
 from mreader.reader import ExpertLayer, read
 from mreader.runtime import phase, reader_mode, runtime_of, set_budget
@@ -44,11 +44,19 @@ class Kernels:
         return read(x, ids, weights, layer.layer, settings)
 
     def decode_routed(self, x: Tensor, router: Any, layer: Any, settings: Any) -> Tensor:
-        self.calls.append(f"choose for {len(x)}")
-        return read(x, *route(router.logits, router.routed, router.renormalize), layer.layer, settings)
+        self.calls.append(f"{'choose' if router.gate is None else 'norm and choose'} for {len(x)}")
+        logits = router.logits
+        if router.gate is not None:
+            x = rms_norm(x, router.gate.norm, router.gate.epsilon)
+            logits = x @ router.gate.rows.mT
+        assert logits.shape == router.logits.shape
+        return read(x, *route(logits, router.routed, router.renormalize), layer.layer, settings)
 
-    def Router(self, logits: Tensor, routed: int, renormalize: bool) -> Any:
-        return SimpleNamespace(logits=logits, routed=routed, renormalize=renormalize)
+    def Router(self, logits: Tensor, routed: int, renormalize: bool, gate: Any = None) -> Any:
+        return SimpleNamespace(logits=logits, routed=routed, renormalize=renormalize, gate=gate)
+
+    def Gate(self, rows: Tensor, norm: Tensor, epsilon: float) -> Any:
+        return SimpleNamespace(rows=rows, norm=norm, epsilon=epsilon)
 
     def dense(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
         assert gate_up.shape == (EXPERTS, 2, CHANNELS, HIDDEN)
@@ -78,7 +86,10 @@ def model(folder: Path) -> PreTrainedModel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """As if the CPU had kernels."""
     stand_in = Kernels()
-    for name, functions in {"decode": ("decode", "repack", "decode_routed", "Router"), "dense": ("dense",)}.items():
+    for name, functions in {
+        "decode": ("decode", "repack", "decode_routed", "Router", "Gate"),
+        "dense": ("dense",),
+    }.items():
         module = ModuleType(f"mreader.kernels.{name}")
         vars(module).update({function: getattr(stand_in, function) for function in functions})
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -139,16 +150,18 @@ def test_never_means_never(model: PreTrainedModel, kernels: Kernels) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_kernels_choose_experts_of_a_step(renormalize: bool, model: PreTrainedModel, kernels: Kernels) -> None:
     """And where they do not, as in prefill, the experts are those that they would choose."""
-    x, logits = torch.randn(2, HIDDEN), torch.randn(2, EXPERTS)
-    arguments = (_module(model), x, logits, ROUTED, renormalize)
-    expected = route(logits, ROUTED, renormalize)
+    before, rows, norm = torch.randn(2, HIDDEN), torch.randn(EXPERTS, HIDDEN), torch.rand(HIDDEN)
+    x = rms_norm(before, norm, 1e-3)
+    module, logits, how = _module(model), x @ rows.mT, (ROUTED, renormalize)
+    expected = route(logits, *how)
     with torch.inference_mode(), phase(model, decoding=True):
-        found = experts.experts_by_logits(*arguments)
-        by_ids = experts.experts_forward(_module(model), x, *expected)
-        assert torch.equal(found, by_ids)
+        by_ids = experts.experts_forward(module, x, *expected)
+        assert torch.equal(experts.experts_by_logits(module, x, logits, *how), by_ids)
+        assert torch.equal(experts.experts_by_gate(module, before, rows, norm, 1e-3, *how), by_ids)
     with torch.inference_mode():
-        experts.experts_by_logits(*arguments)
-    assert kernels.calls == ["choose for 2", "decode 2", "dense 2"]
+        experts.experts_by_logits(module, x, logits, *how)
+        experts.experts_by_gate(module, before, rows, norm, 1e-3, *how)
+    assert kernels.calls == ["decode 2", "choose for 2", "norm and choose for 2", "dense 2", "dense 2"]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
-"""What torch's compiler is given: the same in other operations, routers left to the reader, kernels that wait."""
+"""What torch's compiler is given: the same in other operations, and what it makes of them: kernels that wait."""
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mreader import lowering, opaque
-from mreader.kernels.route import route
-from mreader.opaque import Experts
 
 
 @pytest.fixture(autouse=True)
@@ -128,319 +129,30 @@ def test_what_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------- routers
-
-E, H, K = 10, 6, 3
-Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""logits (N, E) -> ids (N, K) and weights (N, K)."""
-
-
-class Block(nn.Module):
-    """A router and the experts that it chooses."""
-
-    def __init__(self, choose: Choice) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.experts = Experts(nn.Parameter(torch.zeros(E, 4, H), requires_grad=False))
-        self.choose = choose
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.experts(x, *self.choose(self.gate(x)))
-        return output
-
-
-def shares(logits: Tensor) -> Tensor:
-    return nn.functional.softmax(logits, dtype=torch.float32, dim=-1)
-
-
-def as_qwen3(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = torch.topk(shares(logits), K, dim=-1)
-    values /= values.sum(dim=-1, keepdim=True)
-    return ids, values.to(logits.dtype)
-
-
-def as_olmoe(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = torch.topk(shares(logits), K, dim=-1)
-    return ids, values.to(logits.dtype)
-
-
-def as_mixtral(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = torch.topk(nn.functional.softmax(logits.float(), dim=-1), K, dim=-1)
-    return ids, values / values.sum(dim=-1, keepdim=True)
-
-
-def as_granite(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.float().topk(K, dim=-1)
-    return ids, torch.softmax(values, dim=-1).type_as(logits)
-
-
-def by_positions(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = torch.topk(torch.softmax(logits.to(torch.float32), -1), K, -1, True, True)
-    return ids, torch.div(values, torch.sum(values, 1, keepdim=True))
-
-
-def by_methods(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.float().softmax(1).topk(k=K, dim=1, largest=True, sorted=True)
-    return ids, values.div(values.sum(dim=-1, keepdim=True))
-
-
-PLAIN = [
-    *((as_qwen3, True), (as_olmoe, False), (as_mixtral, True), (as_granite, True)),
-    *((by_positions, True), (by_methods, True)),
-]
-
-
-def rounded_before(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).bfloat16().topk(K)
-    return ids, values
-
-
-def in_bfloat16(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.bfloat16().softmax(-1).topk(K)
-    return ids, values
-
-
-def smallest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K, largest=False)
-    return ids, values
-
-
-def smallest_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.topk(K, -1, False)
-    return ids, shares(values)
-
-
-def in_any_order(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K, sorted=False)
-    return ids, values
-
-
-def along_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.float().softmax(0).topk(K)
-    return ids, values
-
-
-def largest_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K, dim=0)
-    return ids.mT, values.mT
-
-
-def by_sigmoid(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = logits.sigmoid().topk(K)
-    return ids, values / values.sum(-1, keepdim=True)
-
-
-def with_a_bias(logits: Tensor) -> tuple[Tensor, Tensor]:
-    every = shares(logits)
-    ids = (every + torch.arange(E)).topk(K)[1]
-    return ids, every.gather(-1, ids)
-
-
-def bias_on_the_shares(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = (shares(logits) + torch.arange(E)).topk(K)
-    return ids, values
-
-
-def scaled(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, 2.5 * values
-
-
-def scaled_by_expert(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, values / values.sum(-1, keepdim=True) * torch.arange(E)[ids]
-
-
-def scaled_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    values *= 2.5
-    return ids, values
-
-
-def divided_by_more(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, values / (values.sum(-1, keepdim=True) + 1e-2)
-
-
-def divided_by_all(logits: Tensor) -> tuple[Tensor, Tensor]:
-    every = logits.exp()
-    values, ids = every.topk(K)
-    return ids, values / every.sum(-1, keepdim=True)
-
-
-def divided_along_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, values / values.sum(0, keepdim=True)
-
-
-def divided_the_other_way(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, values.sum(-1, keepdim=True) / values
-
-
-def divided_sum_of_others(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, values / values.square().sum(-1, keepdim=True)
-
-
-def of_other_ids(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, _ = shares(logits).topk(K)
-    return (-logits).topk(K)[1], values
-
-
-def moved_ids(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return (ids + 1) % E, values
-
-
-def ids_changed_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    ids.fmod_(4)
-    return ids, values
-
-
-def logits_changed_after(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    logits.zero_()
-    return ids, values
-
-
-def logits_are_a_view(logits: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.cat([logits, logits])
-    values, ids = shares(both[: len(logits)]).topk(K)
-    both.zero_()
-    return ids, values
-
-
-def weights_changed_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    weights = values / values.sum(-1, keepdim=True)
-    weights[:, 0] = 1.0
-    return ids, weights
-
-
-def turned_ids(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids.flip(-1), values
-
-
-def places_as_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
-    _, ids = shares(logits).topk(K)
-    return ids, ids / ids.sum(-1, keepdim=True)
-
-
-def from_groups(logits: Tensor) -> tuple[Tensor, Tensor]:
-    every = shares(logits)
-    best = every.unflatten(-1, (2, -1)).amax(-1).argmax(-1, keepdim=True)
-    values, ids = every.masked_fill(torch.arange(E) // (E // 2) != best, 0.0).topk(K)
-    return ids, values
-
-
-def of_masked_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    masked = logits.masked_fill(logits > 0.5, float("-inf"))
-    values, ids = shares(masked).topk(K)
-    return ids, values
-
-
-def softmax_twice(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, ids = shares(logits).topk(K)
-    return ids, shares(values)
-
-
-OTHERS = [
-    *(rounded_before, in_bfloat16, smallest, smallest_logits, in_any_order, along_tokens, largest_tokens, by_sigmoid),
-    *(with_a_bias, bias_on_the_shares, scaled, scaled_by_expert, scaled_in_place, divided_by_more, divided_by_all),
-    *(divided_along_tokens, divided_the_other_way, divided_sum_of_others, of_other_ids, moved_ids),
-    *(
-        ids_changed_in_place,
-        logits_changed_after,
-        logits_are_a_view,
-        weights_changed_in_place,
-        turned_ids,
-        places_as_weights,
-        from_groups,
-        of_masked_logits,
-        softmax_twice,
-    ),
-]
-
-
-class Chosen:
-    """What the experts of a compiled block were asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, chooses: bool = True) -> None:
-        self.ids = self.weights = torch.empty(0)
-        self.renormalize: bool | None = None  # none where the experts were told ids
-        self.asked: list[int] = []
-        monkeypatch.setattr(lowering, "chooses_experts", lambda module, x, k: (self.asked.append(k), chooses)[1])
-        monkeypatch.setattr(opaque, "experts_forward", self._forward)
-        monkeypatch.setattr(opaque, "experts_by_logits", self._by_logits)
-
-    def of(self, choose: Choice, x: Tensor, *, dtype: torch.dtype = torch.float32) -> None:
-        block = Block(choose).to(dtype)
-        with torch.no_grad(), opaque.serving({block.experts.down_proj.data_ptr(): block.experts}):
-            block.gate.weight.copy_(torch.randn(E, H, generator=torch.Generator().manual_seed(1)))
-            self.logits = block.gate(x)
-            self.expected = choose(self.logits.clone())
-            torch.compile(block, backend=lambda graph, inputs: lowering.route_in_kernels(graph))(x)
-
-    def _forward(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        self.ids, self.weights, self.renormalize = ids, weights, None
-        return x.clone()
-
-    def _by_logits(self, module: Any, x: Tensor, logits: Tensor, routed: int, renormalize: bool) -> Tensor:
-        assert torch.equal(logits, self.logits)
-        (self.ids, self.weights), self.renormalize = route(logits, routed, renormalize), renormalize
-        return x.clone()
-
-
-def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(4, H, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("choose", "renormalize"), PLAIN)
-def test_a_plain_router_is_left_to_the_reader(
-    choose: Choice, renormalize: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are those of the router but for their type, BF16 where that is the model's: half a unit, 2^-8."""
-    chosen = Chosen(monkeypatch)
-    chosen.of(choose, tokens(dtype), dtype=dtype)
-    ids, weights = chosen.expected
-    assert chosen.renormalize == renormalize
-    assert chosen.asked == [K]
-    assert torch.equal(chosen.ids, ids)
-    tolerance = 1e-6 if weights.dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(chosen.weights, weights.float(), rtol=tolerance, atol=0)
-
-
-@pytest.mark.parametrize("choose", OTHERS)
-def test_any_other_router_stays(choose: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Chosen(monkeypatch)
-    chosen.of(choose, tokens())
-    ids, weights = chosen.expected
-    assert chosen.renormalize is None
-    assert torch.equal(chosen.ids, ids)
-    torch.testing.assert_close(chosen.weights, weights)
-
-
-def test_a_router_in_16_bits_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of shares that are rounded to the same number, the first is the largest; of their logits, another one may be."""
-    chosen = Chosen(monkeypatch)
-    chosen.of(lambda logits: logits.softmax(-1).topk(K)[::-1], tokens(torch.bfloat16), dtype=torch.bfloat16)
-    assert chosen.renormalize is None
-
-
-def test_a_router_stays_where_the_kernels_do_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Chosen(monkeypatch, chooses=False)
-    chosen.of(as_qwen3, tokens())
-    assert chosen.renormalize is None
-    assert chosen.asked == [K]
-
-
 # ---------------------------------------------------------------- products of one token
 
+ROWS = torch.randn(4, 64)
 PARAMETER, MADE = nn.Parameter, Tensor.clone
+
+
+def turned(weight: Tensor) -> Tensor:
+    return nn.Parameter(weight.view(weight.shape[::-1]).mT)
+
+
+def graph_of(make: Callable[..., Any], *tensors: Tensor) -> tuple[torch.fx.Graph, Any]:
+    """What `make` adds to a graph of these inputs, rewritten, and its output; none has numbers, as there is no GPU."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(f"input_{at}") for at in range(len(tensors))]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["example_value"] = tensor
+    output = graph.output(make(graph, *nodes))
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            x, *more = (getattr(arg, "meta", {}).get("example_value") for arg in node.args)
+            size = (*x.shape[:-1], len(more[0])) if node.target is nn.functional.linear else x.shape
+            node.meta["example_value"] = torch.empty(size, dtype=x.dtype, device=x.device)
+    lowering.rewrite(torch.fx.GraphModule(nn.Module(), graph))
+    return graph, output.args[0]
 
 
 @pytest.mark.parametrize(
@@ -453,6 +165,7 @@ PARAMETER, MADE = nn.Parameter, Tensor.clone
         ((1, 1, 2048), (512, 2048), PARAMETER, torch.float32, False, False),
         ((1, 1, 2048), (512, 2048), PARAMETER, torch.bfloat16, True, False),
         ((1, 1, 2048), (512, 2048), MADE, torch.bfloat16, False, False),
+        ((1, 1, 2048), (512, 2048), turned, torch.bfloat16, False, False),
         ((1, 1, 1 << 15), (512, 1 << 15), PARAMETER, torch.bfloat16, False, False),
     ],
 )
@@ -467,16 +180,115 @@ def test_long_products_of_one_token_by_a_parameter_have_a_kernel(
     """Not where the matrix is made within the step: the kernel reads it before it waits. Nor on a CPU."""
     with FakeTensorMode():
         for device, expected in (("cuda:0", taken), ("cpu", False)):
-            graph = torch.fx.Graph()
-            nodes = [graph.placeholder(name) for name in ("x", "weight")]
-            tensors = torch.empty(x, dtype=dtype, device=device), make(torch.empty(weight, dtype=dtype, device=device))
-            for node, tensor in zip(nodes, tensors, strict=True):
-                node.meta["example_value"] = tensor
-            more = (graph.placeholder("bias"),) if bias else (None,)
-            linear = graph.call_function(nn.functional.linear, (*nodes, *more))
-            lowering.rewrite(torch.fx.GraphModule(nn.Module(), graph))
+            tensors = [
+                torch.empty(x, dtype=dtype, device=device),
+                make(torch.empty(weight, dtype=dtype, device=device)),
+            ]
+            tensors += [torch.empty(weight[0], dtype=dtype, device=device)] * bias
+            _, linear = graph_of(
+                lambda graph, *nodes: graph.call_function(nn.functional.linear, (*nodes, *[None] * (not bias))),
+                *tensors,
+            )
             assert (linear.target is opaque.product._opoverload) == expected
-            assert len(linear.args) == (2 if expected else 3)
+            assert len(linear.args) == 3
+            assert bias or linear.args[2] is None
+
+
+@pytest.mark.parametrize(
+    ("add", "taken"),
+    [
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.add, (other, y)), True),
+        (lambda graph, y, other, wide, precise: graph.call_function(torch.add, (y, other)), True),
+        (lambda graph, y, other, wide, precise: graph.call_method("add", (y, other)), True),
+        (lambda graph, y, other, wide, precise: graph.call_function(torch.add, (y, other), {"alpha": 2}), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.iadd, (y, other)), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.mul, (y, other)), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.add, (y, y)), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.add, (y, 1.0)), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.add, (y, wide)), False),
+        (lambda graph, y, other, wide, precise: graph.call_function(operator.add, (y, precise)), False),
+        (lambda graph, y, other, wide, precise: (graph.call_function(operator.add, (y, other)), y), False),
+        (
+            lambda graph, y, other, wide, precise: (
+                graph.call_method("zero_", (other,)),
+                graph.call_function(operator.add, (y, other)),
+            )[1],
+            False,
+        ),
+    ],
+)
+def test_a_sum_behind_such_a_product_is_taken_along(add: Callable[..., Any], taken: bool) -> None:
+    """Where it comes next, is of tensors alike, and nothing else has use for the product."""
+    with FakeTensorMode():
+        sizes = ((1, 1, 2048), (512, 2048), (1, 1, 512), (4, 1, 512))
+        x, weight, other, wide = (torch.empty(size, dtype=torch.bfloat16, device="cuda:0") for size in sizes)
+        graph, _ = graph_of(
+            lambda graph, x, weight, *more: add(graph, graph.call_function(nn.functional.linear, (x, weight)), *more),
+            *(x, nn.Parameter(weight), other, wide, torch.empty(1, 1, 512, device="cuda:0")),
+        )
+        products = [node for node in graph.nodes if node.target is opaque.product._opoverload]
+        x_node, weight_node, other_node, *_ = (node for node in graph.nodes if node.op == "placeholder")
+        assert [node.args for node in products] == [(x_node, weight_node, other_node if taken else None)]
+        assert any("add" in str(node.target) or "mul" in str(node.target) for node in graph.nodes) != taken
+        graph.lint()
+
+
+CHANGES: list[Callable[[torch.fx.Graph, Any], Any]] = [
+    lambda graph, node: graph.call_method("add_", (node, 1.0)),
+    lambda graph, node: graph.call_function(operator.iadd, (node, 1.0)),
+    lambda graph, node: graph.call_function(operator.setitem, (node, 0, 1.0)),
+    lambda graph, node: graph.call_function(torch.add, (node, 1.0), {"out": node}),
+]
+
+
+@pytest.mark.parametrize("of_product", [False, True])
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_equal_products_are_one_unless_something_changes_between_them(
+    change: Callable[[torch.fx.Graph, Any], Any] | None, of_product: bool
+) -> None:
+    def thrice(graph: torch.fx.Graph, x: Any, weight: Any) -> Any:
+        first = graph.call_function(nn.functional.linear, (x, weight))
+        if change:
+            change(graph, first if of_product else x)
+        graph.call_method("__add__", (x, 1.0))
+        return first, *(graph.call_function(nn.functional.linear, (x, weight)) for _ in range(2))
+
+    graph, _ = graph_of(thrice, torch.zeros(3, 5), torch.zeros(2, 5))
+    assert sum(node.target is lowering._linear for node in graph.nodes) == (2 if change else 1)
+
+
+def test_a_product_that_a_sum_took_along_is_no_other_one_s() -> None:
+    """Where something changes between the two; else the first has another use than the sum."""
+
+    def make(graph: torch.fx.Graph, x: Any, weight: Any, other: Any, *, changes: bool) -> Any:
+        total = graph.call_function(operator.add, (graph.call_function(nn.functional.linear, (x, weight)), other))
+        if changes:
+            graph.call_method("add_", (x, 1.0))
+        return total, graph.call_function(nn.functional.linear, (x, weight))
+
+    with FakeTensorMode():
+        sizes = ((1, 2048), (512, 2048), (1, 512))
+        x, weight, other = (torch.empty(size, dtype=torch.bfloat16, device="cuda:0") for size in sizes)
+        for changes in (True, False):
+            graph, _ = graph_of(partial(make, changes=changes), x, nn.Parameter(weight), other)
+            graph.lint()
+            addends = [node.args[2] for node in graph.nodes if node.target is opaque.product._opoverload]
+            assert [addend is not None for addend in addends] == ([True, False] if changes else [False])
+
+
+def test_a_product_under_autocast_stays() -> None:
+    model, x = Router(), torch.randn(4, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        found = torch.compile(model, backend=lambda graph, inputs: lowering.rewrite(graph))(x)
+        expected = model(x)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+
+
+def test_a_product_by_a_vector_stays() -> None:
+    _, y = graph_of(lambda graph, *nodes: graph.call_function(nn.functional.linear, nodes), ROWS, ROWS[0])
+    assert y.target is nn.functional.linear
 
 
 # ---------------------------------------------------------------- kernels that start early
@@ -532,7 +344,6 @@ def change_in_place(cache: Tensor, new: Tensor, at: Tensor) -> Tensor:
     return cache.sum(-1)
 
 
-ROWS = torch.randn(4, 64)
 FUNCTIONS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (lambda x: x * 2 + torch.arange(64), (ROWS,)),
     (lambda x: (x / x.pow(2).mean(-1, keepdim=True)).softmax(-1), (ROWS,)),
@@ -562,13 +373,35 @@ def test_torch_alone_reads_what_is_changed_in_place_before_it_waits(
     assert not all(waits_first(kernel) for kernel in generated(function, *inputs))
 
 
+def test_torch_keeps_the_code_under_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch made with the same options, but without waits, is not taken for it; nor what another version made."""
+    from torch._inductor.graph import GraphLowering
+
+    made: list[str] = []
+    codegen = GraphLowering.codegen
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(GraphLowering, "codegen", lambda graph: (made.append(""), codegen(graph))[1])
+    waiting, torch_s = lowering._waiting_first, lambda: nullcontext({"triton.enable_pdl": True})
+    for how, name, expected in (
+        *((torch_s, "", 1), (torch_s, "", 0), (waiting, lowering._WAITING, 1), (waiting, lowering._WAITING, 0)),
+        (waiting, "another version", 1),
+    ):
+        monkeypatch.setattr(lowering, "_waiting_first", how)
+        monkeypatch.setattr(lowering, "_WAITING", name)
+        torch._dynamo.reset()
+        made.clear()
+        with torch.inference_mode():
+            torch.compile(lambda x: (3 * x).softmax(-1), backend=lowering.lower, dynamic=False)(ROWS)
+        assert len(made) == expected
+
+
 def test_torch_s_generator_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.codegen.triton import TritonKernel
 
     name = "_handle_pdl_before_access"
     before = getattr(TritonKernel, name)
     with lowering._waiting_first() as options:
-        assert options == {"triton.enable_pdl": True}
+        assert options["triton.enable_pdl"] is True
         assert getattr(TritonKernel, name) is not before
     assert getattr(TritonKernel, name) is before
     with pytest.raises(RuntimeError, match="out of registers"), lowering._waiting_first():

@@ -2,9 +2,12 @@
 
 # H numbers of a token, R rows of a matrix
 
+import re
+
 import pytest
 import torch
 
+from mreader.errors import UsageError
 from mreader.kernels import product as module
 from mreader.kernels.product import product
 
@@ -36,6 +39,28 @@ def test_the_product_is_the_formula(R: int, H: int, dtype: torch.dtype, monkeypa
         assert float((y.double() - expected).norm() / expected.norm()) < TOLERANCE[dtype]
 
 
-def test_a_view_is_multiplied_as_it_is() -> None:
-    weight, x = torch.arange(12.0, device=DEVICE).view(3, 4).mT, torch.tensor([[1.0, 0.0, -1.0]], device=DEVICE)
-    assert torch.equal(product(x, weight), x @ weight.mT)
+# The interpreter cuts BF16 off instead of rounding it.
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_a_sum_is_rounded_before_and_behind_it(dtype: torch.dtype) -> None:
+    """Of integers that float32 adds up exactly, and that the dtype does not hold; halves show what is rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randint(-40, 40, size, generator=generator).to(dtype).to(DEVICE) for size in ((1, 37), (130, 37))
+    )
+    addend = (torch.randint(0, 64, (1, 130), generator=generator) / 2).to(dtype).to(DEVICE)
+    exact = x.float() @ weight.float().mT
+    expected = exact.to(dtype) + addend
+    assert not torch.equal(expected, (exact + addend.float()).to(dtype))
+    assert torch.equal(product(x, weight, addend), expected)
+
+
+def test_a_token_is_multiplied_as_it_lies() -> None:
+    weight, x = torch.arange(12.0, device=DEVICE).view(4, 3), torch.tensor([[1.0, 5.0, 0.0, 5.0, -1.0]], device=DEVICE)
+    assert torch.equal(product(x[:, ::2], weight), x[:, ::2] @ weight.mT)
+
+
+@pytest.mark.parametrize(("x", "turned"), [((2, 3), False), ((1, 4), False), ((1, 3), True)])
+def test_several_tokens_and_matrices_that_would_have_to_be_copied_are_refused(x: tuple[int, int], turned: bool) -> None:
+    weight = torch.zeros(3, 5, device=DEVICE).mT if turned else torch.zeros(5, 3, device=DEVICE)
+    with pytest.raises(UsageError, match=re.escape(f"x of shape {x} for a matrix of 5 x 3")):
+        product(torch.zeros(x, device=DEVICE), weight)

@@ -16,8 +16,8 @@ _WARPS, _COMBINE_WARPS = 8, 4
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """y_n = sum over tokens l of p_l v_l, p = softmax of scale * q_n . k_l + mask_l; a key head serves h / g heads.
 
-    query:   (N, h, D) any float
-    key:     (N, g, L, D)
+    query:   (N, h, D) float of up to 32 bits
+    key:     (N, g, L, D), h a multiple of g
     value:   (N, g, L, Dv)
     mask:    (N or 1, L) bool, true where a token is seen, or an addend; None: all are seen
     returns: (N, h, Dv) dtype of query; a sequence that sees no token has no numbers

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mreader.kernels.intrinsics import let_next_start, let_next_start_after, wait_for_earlier
 
-_SMALLEST = tl.constexpr(-3.4e38)  # of float32: exp(-infinity - this) is 0, where no token is seen
+_SMALLEST = tl.constexpr(-3.4028234663852886e38)  # of float32: exp(-infinity - this) is 0, where no token is seen
 
 
 @triton.jit

@@ -40,6 +40,8 @@ _HISTOGRAM = {"COARSE_SHIFT": 22, "FINE_SHIFT": 14, "COARSE": 1 << 9, "FINE": 1 
 _MOST_CHUNKS = 64  # of a token: a program of `select` looks at the keys of all that are earlier
 _MOST_KEYS = 32  # that a lane of `select` looks at side by side, a multiple of 4
 _MOST_GROUPS = 256  # whose outputs a program of `finish` has under way at once, a multiple of 32
+_GATE_NUMBERS = 1 << 12  # that a program of the gate multiplies
+_MOST_GATED = 128  # tokens whose logits the kernels make
 _MOST_PROGRAMS = 65_535  # in the second and third direction of a grid
 
 
@@ -56,6 +58,8 @@ class DecodeLayer:
     coeffs:     (E, I, stored rank) float16
     code:       which levels the codes mean
     activation: its name, as in mreader.activations
+    arrived:    (128,) int32 zeros, between calls: what the programs of a gate count by, token by token, so that calls
+                with one do not overlap
     norms:      rank in use -> what `to_norms` makes of it: of the stored rank from the start, of others from the first
                 call on, and for good, as captured graphs hold their address
     """
@@ -69,6 +73,7 @@ class DecodeLayer:
     coeffs: Tensor
     code: Code
     activation: str
+    arrived: Tensor
     norms: dict[int, Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def norms_for(self, rank: int) -> Tensor:
@@ -98,6 +103,7 @@ def repack(layer: ExpertLayer) -> DecodeLayer:
         coeffs=layer.coeffs.contiguous(),
         code=layer.code,
         activation=layer.activation.name,
+        arrived=torch.zeros(_MOST_GATED, dtype=torch.int32, device=layer.down.device),
     )
     repacked.norms_for(layer.coeffs.shape[-1])
     return repacked
@@ -211,19 +217,38 @@ def tuned_blocks(device: torch.device, shape: LayerShape, batch: int) -> Blocks:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """What makes logits of tokens before their norm: rows . x', x' = norm * x / sqrt(mean of x^2 + epsilon).
+
+    The quotient is rounded to x's dtype, and so is x', which the experts take. Both tensors are read while an earlier
+    kernel of the stream may be at work: they are nothing that it writes.
+
+    rows:    (E, H) any float, contiguous
+    norm:    (H,) any float, contiguous
+    epsilon: of the mean
+    """
+
+    rows: Tensor
+    norm: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class Router:
     """How a token's experts follow from its logits, as `mreader.kernels.route.route`.
 
-    logits:      (N, E) any float
+    logits:      (N, E) any float; with a gate written, and what they hold before does not matter
     routed:      K
     renormalize: whether weights are a softmax over the K, else over all E
     padding:     (N,) bool - tokens that have no experts, whose result is zero; None where all have
+    gate:        what makes the logits, of up to 128 tokens before their norm; None where they are there
     """
 
     logits: Tensor
     routed: int
     renormalize: bool
     padding: Tensor | None = None
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.routed <= self.logits.shape[1] <= MOST_EXPERTS:
@@ -325,6 +350,10 @@ class Stages:
             raise UsageError(
                 f"logits of shape {tuple(router.logits.shape)} for {self.tokens} tokens and {self.experts} experts"
             )
+        if router is not None and router.gate is not None:
+            self._check_gate(router, router.gate)
+        gated = router is not None and router.gate is not None
+        self.normed = torch.empty_like(self.x) if gated else self.x
         self.k = min(settings.k, self.candidates)
         self.nb = count_blocks(self.hidden)
         self.strips = triton.cdiv(triton.cdiv(self.channels, TILE), blocks.screen_words)
@@ -357,6 +386,16 @@ class Stages:
         self.outputs = empty(N, self.groups, self.hidden)
         self.y = empty(N, self.hidden, dtype=x.dtype)
 
+    def _check_gate(self, router: Router, gate: Gate) -> None:
+        shapes = (tuple(gate.rows.shape), tuple(gate.norm.shape))
+        if shapes != ((self.experts, self.hidden), (self.hidden,)) or self.tokens > len(self.layer.arrived):
+            raise UsageError(
+                f"a gate of shape {shapes[0]} and a norm of {shapes[1]} for {self.tokens} tokens of {self.hidden} "
+                f"numbers and {self.experts} experts, up to {len(self.layer.arrived)} tokens"
+            )
+        if not all(tensor.is_contiguous() for tensor in (router.logits, gate.rows, gate.norm)):
+            raise UsageError("logits, a gate or a norm that are not contiguous")
+
     def run(self) -> Tensor:
         """All stages; y (N, H)."""
         for stage in (self.rotate, self.screen, self.score, self.select, self.exact, self.finish):
@@ -364,16 +403,24 @@ class Stages:
         return self.y
 
     def rotate(self) -> None:
-        """picked, block_info; clears the histogram and the list. With a router ids and weights as well."""
+        """picked, block_info; clears the histogram and the list. With a router ids and weights, with a gate normed."""
         errors_known, router = self.settings.score == "rho", self.router
-        logits, padding = (None, None) if router is None else (router.logits.contiguous(), router.padding)
+        logits = padding = rows = norm = None
+        programs, rows_at_once, epsilon = 0, 1, 0.0
+        if router is not None:
+            logits, padding, programs = router.logits.contiguous(), router.padding, 1
+        if router is not None and router.gate is not None:
+            rows, norm, epsilon = router.gate.rows, router.gate.norm, router.gate.epsilon
+            rows_at_once = max(_GATE_NUMBERS // triton.next_power_of_2(self.hidden), 1)
+            programs = triton.cdiv(self.experts, rows_at_once)
         self._launch(
             rotate_kernel,
-            (self.nb if router is None else 1 + self.nb, self.tokens),
+            (programs + self.nb, self.tokens),
             self.blocks.rotate_warps,
             *(self.x, self.layer.signs, self.picked, self.block_info, self.histogram, self.rows),
-            *(logits, self.ids, self.weights, padding),
-            *(self.hidden, self.rows.shape[1], self.slots, -1),
+            *(logits, rows, norm, self.normed, self.layer.arrived, self.ids, self.weights, padding),
+            *(epsilon, self.rows.shape[1], self.slots, -1),
+            hidden=self.hidden,
             COORDINATES=self.settings.coordinates,
             NOISE_READ=1.0 if errors_known else self.layer.code.noise_read,
             NOISE_UNREAD=1.0 if errors_known else self.layer.code.noise_unread,
@@ -381,6 +428,8 @@ class Stages:
             nb=self.nb,
             EXPERTS=self.experts,
             RENORMALIZE=router is not None and router.renormalize,
+            ROUTERS=programs,
+            ROWS=rows_at_once,
         )
 
     def screen(self) -> None:
@@ -457,7 +506,7 @@ class Stages:
             exact_kernel,
             (self.groups + (self.slots * self.pieces if self.rank else 0), self.tokens),
             self.blocks.exact_warps,
-            *(self.x, self.keys, self.histogram, self.rows, self.ids, self.estimates),
+            *(self.normed, self.keys, self.histogram, self.rows, self.ids, self.estimates),
             *(layer.gate_up, layer.down, layer.coeffs),
             *(self.outputs, self.recovery),
             *(self.experts, self.slots, self.k, self.groups, self.steps, self.rows.shape[1], self.stored_rank),

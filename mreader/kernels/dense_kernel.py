@@ -80,7 +80,9 @@ def _found_block(block, ids_ptr, slots, E: tl.constexpr, SLOTS: tl.constexpr, BL
     slot and the next ones.
     """
     lane = tl.arange(0, SLOTS)
-    # Through the L1 cache: all programs want these few lines, and would wait in line for one part of the L2 cache.
+    # Through the L1 cache: all programs want these few lines, and would wait in line for one part of the L2 cache. What
+    # an SM has there is not older than the kernel: nowhere promised where one starts early, but README.md says how that
+    # was looked for.
     ids = tl.load(ids_ptr + lane, mask=lane < slots, other=-1)
     expert = tl.load(ids_ptr + block)
     same = (ids == expert).to(tl.int32)

@@ -12,6 +12,7 @@ from mreader.kernels.intrinsics import let_next_start, wait_for_earlier
 def product_kernel(
     x,  # (H,) any float
     weight,  # (R, H) any float, contiguous
+    addend,  # (R,) any float, or None
     y,  # (R,), written
     rows,  # R
     H: tl.constexpr,
@@ -27,4 +28,7 @@ def product_kernel(
     let_next_start(DEPENDENT)
     token = tl.load(x + h, mask=h < H, other=0.0).to(tl.float32)
     total = tl.sum(w.to(tl.float32) * token[None, :], axis=1)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=row < rows)
+    total = total.to(y.dtype.element_ty)
+    if addend is not None:
+        total = (total.to(tl.float32) + tl.load(addend + row, mask=row < rows, other=0.0)).to(y.dtype.element_ty)
+    tl.store(y + row, total, mask=row < rows)

@@ -1,4 +1,4 @@
-"""Rotate a token and pick its coordinates: one program a (block, token), and one that chooses the token's experts."""
+"""Rotate a token and pick its coordinates: one program a (block, token), and some that choose the token's experts."""
 
 # mypy: ignore-errors
 
@@ -39,13 +39,18 @@ def rotate_kernel(
     histogram,  # (N, HISTOGRAM) int32, cleared for the scores
     rows,  # (N, listed) int64, -1 written, for the kept channels
     logits,  # (N, E) any float, or None: then ids and weights are there
+    gate,  # (E, H) any float, whose products with the normed x the logits are: written here; None: x is normed
+    norm,  # (H,) any float, with a gate
+    normed,  # (N, H), with a gate written
+    arrived,  # (N,) int32 zeros, with a gate: of its programs those that are through; zeros again behind the last
     ids,  # (N, K), written if there are logits, then int32
     weights,  # (N, K), written if there are logits, then float32
     padding,  # (N,) bool, or None
-    hidden,
+    epsilon,  # of the norm
     listed,
     slots,
     never,  # -1
+    hidden: tl.constexpr,
     COORDINATES: tl.constexpr,
     NOISE_READ: tl.constexpr,  # squared error of an estimate per energy picked, in units of the score's noise
     NOISE_UNREAD: tl.constexpr,
@@ -53,6 +58,8 @@ def rotate_kernel(
     nb: tl.constexpr,
     EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    ROUTERS: tl.constexpr,  # programs of a token that come before those of the blocks
+    ROWS: tl.constexpr,  # of the gate, in each of them
     DEPENDENT: tl.constexpr,
 ):
     """x' = Rx 2^e, to the nearest integer, e such that the largest of the block lies in [2^13, 2^14].
@@ -63,22 +70,40 @@ def rotate_kernel(
     A coordinate's place is the number of larger ones. The last 7 of 24 digits of |Rx| give way to the coordinate, so
     that one comparison orders any two: equals are listed from the left, and so may be two within 2^-16 of each other.
 
-    Where there are logits, the first program of a token chooses its experts, and the others have the blocks.
+    Where there are logits, the first program of a token chooses its experts. Where there is a gate, every program norms
+    the token, and of those that multiply by the gate the last one to be through, when all logits are there, chooses.
     """
     block, token = tl.program_id(0), tl.program_id(1)
     if logits is not None:
-        block -= 1
+        block -= ROUTERS
         if block < 0:
-            wait_for_earlier(DEPENDENT)
-            let_next_start(DEPENDENT)
-            route_token(logits, ids, weights, padding, token, slots, EXPERTS, RENORMALIZE)
+            if gate is None:
+                wait_for_earlier(DEPENDENT)
+                let_next_start(DEPENDENT)
+                is_last = True
+            else:
+                first = (block + ROUTERS) * ROWS
+                is_last = _write_logits(
+                    x, gate, norm, logits, arrived, epsilon, token, first,
+                    hidden, EXPERTS, ROUTERS, ROWS, DEPENDENT,
+                )  # fmt: skip
+            if is_last:
+                route_token(logits, ids, weights, padding, token, slots, EXPERTS, RENORMALIZE)
             return
     at = block * 128 + tl.arange(0, 16)[:, None] + tl.arange(0, 8)[None, :] * 16
     sign = tl.load(signs + at, mask=at < hidden, other=0).to(tl.float32)
+    if gate is not None:
+        norm_weight = tl.load(norm + at, mask=at < hidden, other=0.0).to(tl.float32)
     of_token = token.to(tl.int64) * hidden + at
     wait_for_earlier_after(of_token.to(tl.int32) & 0x7FFFFFFF, never, DEPENDENT)
     let_next_start(DEPENDENT)
-    signed = tl.load(x + of_token, mask=at < hidden, other=0.0).to(tl.float32) * sign
+    number = tl.load(x + of_token, mask=at < hidden, other=0.0).to(tl.float32)
+    if gate is not None:
+        h = tl.arange(0, triton.next_power_of_2(hidden))
+        every = tl.load(x + token.to(tl.int64) * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
+        number = _normed(number, norm_weight, _norm_scale(every, epsilon, hidden), x.dtype.element_ty)
+        tl.store(normed + of_token, number.to(x.dtype.element_ty), mask=at < hidden)
+    signed = number * sign
     row = token * nb + block
     CLEARED: tl.constexpr = (HISTOGRAM + nb - 1) // nb
     cleared = tl.arange(0, triton.next_power_of_2(CLEARED))
@@ -117,6 +142,52 @@ def rotate_kernel(
     tl.store(to, down * UNIT)
     tl.store(to + nb, total.to(tl.float32))
     tl.store(to + 2 * nb, energy)
+
+
+@triton.jit
+def _write_logits(
+    x,
+    gate,
+    norm,
+    logits,
+    arrived,
+    epsilon,
+    token,
+    first,
+    H: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROUTERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Logits of ROWS experts from `first` on, and whether the token has all now, of which no other program hears."""
+    expert, h = first + tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(H))
+    inside = (expert < EXPERTS)[:, None] & (h < H)[None, :]
+    rows = tl.load(gate + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    norm_weight = tl.load(norm + h, mask=h < H, other=0.0).to(tl.float32)
+    wait_for_earlier(DEPENDENT)
+    let_next_start(DEPENDENT)
+    of_token = tl.load(x + token.to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
+    of_token = _normed(of_token, norm_weight, _norm_scale(of_token, epsilon, H), x.dtype.element_ty)
+    logit = tl.sum(rows * of_token[None, :], axis=1).to(logits.dtype.element_ty)
+    tl.store(logits + token.to(tl.int64) * EXPERTS + expert, logit, mask=expert < EXPERTS)
+    tl.debug_barrier()  # all threads have stored theirs before one of them says so
+    is_last = tl.atomic_add(arrived + token, 1, sem="acq_rel") == ROUTERS - 1
+    if is_last:
+        tl.store(arrived + token, 0)
+    return is_last
+
+
+@triton.jit
+def _norm_scale(numbers, epsilon, H: tl.constexpr):
+    """1 / sqrt(mean of a token's squares + epsilon)."""
+    return tl.rsqrt(tl.sum(numbers * numbers, axis=0) / H + epsilon)
+
+
+@triton.jit
+def _normed(numbers, weight, scale, dtype: tl.constexpr):
+    """float32 numbers of a dtype, as transformers' RMS norms have them."""
+    return (weight * (numbers * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit

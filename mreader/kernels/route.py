@@ -20,3 +20,15 @@ def route(logits: Tensor, routed: int, renormalize: bool) -> tuple[Tensor, Tenso
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :routed]
     shares = logits.softmax(-1).gather(-1, ids)
     return ids, shares / shares.sum(-1, keepdim=True) if renormalize else shares
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight * x / sqrt(mean of x^2 + epsilon): mean and root in float32, the quotient rounded to x's dtype.
+
+    x:       (..., H) any float
+    weight:  (H,) dtype of x
+    returns: (..., H) dtype of x
+    """
+    number = x.float()
+    scale = (number.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return weight * (number * scale).to(x.dtype)
