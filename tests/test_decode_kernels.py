@@ -602,6 +602,17 @@ def test_a_gate_and_the_norm_before_it_are_gone_through_on_the_way(case: Case) -
         assert not layer.arrived.any()
 
 
+def test_a_norm_is_rounded_before_its_weights_and_behind_them() -> None:
+    """In FP16, which the interpreter rounds; a root that is the next float32 changes one number in hundreds."""
+    case = replace(THREE_TOKENS, dtype=torch.float16)
+    layer, (x, _, _) = repack(make_layer(case)), make_inputs(case)
+    E, H, _ = case.shape
+    rows, norm = gaussian(E, H, seed=1).half(), (1 + 0.1 * gaussian(H, seed=2)).half()
+    stages = stages_with(Router(x.new_empty(len(x), E), 2, renormalize=True, gate=Gate(rows, norm, 1e-3)), layer, case)
+    stages.rotate()
+    assert (stages.normed == rms_norm(x, norm, 1e-3)).float().mean() > 0.98
+
+
 @pytest.mark.parametrize(
     ("tokens", "rows", "norm"), [(3, (5, 191), 192), (3, (4, 192), 192), (3, (5, 192), 191), (129, (5, 192), 192)]
 )

@@ -164,6 +164,15 @@ def test_kernels_choose_experts_of_a_step(renormalize: bool, model: PreTrainedMo
     assert kernels.calls == ["decode 2", "choose for 2", "norm and choose for 2", "dense 2", "dense 2"]
 
 
+def test_without_kernels_torch_goes_through_norm_and_gate(model: PreTrainedModel) -> None:
+    before, rows, norm = torch.randn(2, HIDDEN), torch.randn(EXPERTS, HIDDEN), torch.rand(HIDDEN)
+    x = rms_norm(before, norm, 1e-3)
+    with torch.inference_mode(), phase(model, decoding=True):
+        found = experts.experts_by_gate(_module(model), before, rows, norm, 1e-3, ROUTED, True)
+        expected = experts.experts_forward(_module(model), x, *route(x @ rows.mT, ROUTED, renormalize=True))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("tokens", "routed", "bounds"),
     [(0, ROUTED, {}), (129, ROUTED, {}), (2, ROUTED, {"MOST_EXPERTS": EXPERTS - 1}), (2, 4, {"MOST_CANDIDATES": 1})],

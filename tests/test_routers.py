@@ -551,6 +551,19 @@ class OfOneNumber(Normed):
         return super().norm(x[:, :1])
 
 
+class OfRoundedTokens(Normed):
+    def norm(self, x: Tensor) -> Tensor:
+        number = x.bfloat16().float()
+        return self.weight * (number * torch.rsqrt(number.pow(2).mean(-1, keepdim=True) + EPSILON))
+
+
+class InFloat64(Normed):
+    def norm(self, x: Tensor) -> Tensor:
+        number = x.to(torch.float64)
+        number = number * torch.rsqrt(number.pow(2).mean(-1, keepdim=True) + EPSILON)
+        return self.weight * number.to(x.dtype)
+
+
 class WithAnotherRoot(Normed):
     def norm(self, x: Tensor) -> Tensor:
         number = x.float()
@@ -633,6 +646,8 @@ def test_a_gate_and_the_norm_before_it_are_left_to_the_reader(
         *(
             OfTokensBeforeTheirNorm,
             OfOneNumber,
+            OfRoundedTokens,
+            InFloat64,
             OfOtherTokens,
             OfOtherRows,
             OfAMatrixThatIsMade,
